@@ -1,0 +1,1 @@
+"""GPU memory of PyTorch jobs as flame graphs and metrics."""

@@ -1,0 +1,1 @@
+"""Touches torch, inside the job; torch itself is imported by nobody but the job."""

@@ -1,0 +1,166 @@
+"""The seams between the parts: Protocols of at most three methods, and the values they pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+    from gpumem_otel.core.model import (
+        DeviceStats,
+        HeapProfile,
+        Observation,
+        ProfileKind,
+        SourceStatus,
+    )
+    from gpumem_otel.core.snapshot import Snapshot
+
+__all__ = [
+    "Clock",
+    "FrameNamer",
+    "Observer",
+    "Pause",
+    "ProfileReader",
+    "ProfileSink",
+    "Reading",
+    "Source",
+    "StacklessRule",
+    "WindowSource",
+]
+
+Pause: TypeAlias = "Callable[[], None]"
+"""Called every few dozen items of a long pure-Python loop, so that the caller can give up the
+interpreter lock (hazard: a thread that holds it stalls the job). The core itself has no clock."""
+
+FrameNamer: TypeAlias = "Callable[[str, str, int], str]"
+"""(function name, file name, line) as recorded -> the unique name shown in flame graphs."""
+
+StacklessRule: TypeAlias = "Callable[[int, int | None], str]"
+"""(device, block address) -> the named root of memory that carries no stack."""
+
+
+class Clock(Protocol):
+    """Time, injected so that tests need none."""
+
+    def time_ns(self) -> int:
+        """Wall clock, nanoseconds since 1970."""
+        ...
+
+    def monotonic(self) -> float:
+        """Seconds of a clock that never goes back."""
+        ...
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        """Wait for the event, at most so long; True if it is set."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """One read-out of the allocator, with the counters before and after it.
+
+    Stats and snapshot are two acquisitions of the allocator's lock: only where the counters of
+    `before` and `after` are equal must the snapshot's totals equal the stats.
+
+    Attributes:
+        time_ns: when the snapshot was taken.
+        stall_seconds: time spent in calls that hold the interpreter lock.
+        stackless: names the root of blocks without a stack; None where the snapshot says it.
+    """
+
+    snapshot: Snapshot
+    time_ns: int
+    before: tuple[DeviceStats, ...]
+    after: tuple[DeviceStats, ...]
+    stall_seconds: float = 0.0
+    stackless: StacklessRule | None = None
+
+    def raced(self, device: int) -> bool:
+        """Whether the job allocated or freed on this device while it was read."""
+        first = {s.device: s for s in self.before}.get(device)
+        second = {s.device: s for s in self.after}.get(device)
+        if first is None or second is None:
+            return True
+        return (first.allocations, first.frees) != (second.allocations, second.frees)
+
+
+class Source(Protocol):
+    """Where memory state comes from: a live torch process, or a recording that is played."""
+
+    def status(self) -> SourceStatus:
+        """Cheap; creates nothing; never raises."""
+        ...
+
+    def stats(self) -> tuple[DeviceStats, ...]:
+        """Allocator counters of each armed device. Microseconds; () where not armed.
+
+        Raises:
+            CaptureError: the allocator could not be read.
+        """
+        ...
+
+    def read(self) -> Reading:
+        """One snapshot of all armed devices, events left out where that is possible.
+
+        Raises:
+            CaptureError: the allocator could not be read.
+        """
+        ...
+
+
+class WindowSource(Protocol):
+    """A source that can also record events for a while."""
+
+    def window(self, seconds: float, stop: threading.Event) -> Reading:
+        """Record events for so long (or until `stop`), bounded in number, and read them.
+
+        The reading's snapshot holds only events of the window; `before` and `after` are the
+        counters at its two ends.
+
+        Raises:
+            CaptureError: recording could not be switched, or another window is open.
+        """
+        ...
+
+
+class ProfileReader(Protocol):
+    """Profiles on demand; what the pusher and the listener are given."""
+
+    def live(self) -> tuple[HeapProfile, ...]:
+        """What is alive now, one budgeted profile per device.
+
+        Raises:
+            CaptureError: the allocator could not be read.
+        """
+        ...
+
+    def allocated(self, seconds: float, stop: threading.Event) -> tuple[HeapProfile, ...]:
+        """What is allocated during the next so many seconds, one profile per device.
+
+        Raises:
+            CaptureError: events can not be recorded here.
+        """
+        ...
+
+
+class ProfileSink(Protocol):
+    """Where an encoded profile goes."""
+
+    def push(self, profile: bytes, kind: ProfileKind, device: int, deadline_seconds: float) -> None:
+        """Send one uncompressed pprof; returns once it is stored.
+
+        Raises:
+            PushError: it was not stored (or nobody knows); says whether trying again may help.
+        """
+        ...
+
+
+class Observer(Protocol):
+    """Where the METRICS table gets its values."""
+
+    def __call__(self) -> Observation | None:
+        """The values of now (at most a second old), None where there is nothing to export."""
+        ...

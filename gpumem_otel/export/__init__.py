@@ -1,0 +1,1 @@
+"""Outgoing: metrics and pushed profiles."""

@@ -1,0 +1,1 @@
+"""Incoming: the listener; handlers are request -> response functions, the server a shell."""
