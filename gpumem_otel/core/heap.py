@@ -1,0 +1,353 @@
+"""Heap profiles: built from snapshots, budgeted, merged, compared, and checked.
+
+Every function keeps the books closed: what it can not show by its stack it shows under a named
+root, so that totals are those of the allocator, byte for byte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+from gpumem_otel.core.frames import (
+    BEFORE_INSTALL,
+    NO_PYTHON_FRAME,
+    NOT_RECORDED,
+    OTHER,
+    StackBuilder,
+    identity_namer,
+    redacts_paths,
+    with_basename_paths,
+)
+from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+    from typing import TypeAlias
+
+    from gpumem_otel.core.model import Stack
+    from gpumem_otel.core.ports import FrameNamer, Pause, StacklessRule
+    from gpumem_otel.core.snapshot import Snapshot
+
+    Labels: TypeAlias = tuple[tuple[str, str], ...]
+    Sums: TypeAlias = dict[tuple[Stack, Labels], list[int]]
+
+__all__ = [
+    "DiffEntry",
+    "allocated_profile",
+    "apply_budget",
+    "builder_for",
+    "check",
+    "diff",
+    "live_profile",
+    "merge",
+    "recorded_root",
+    "stackless_root",
+]
+
+_BYTES_COUNTER = "requested_bytes.all.allocated"
+_OBJECTS_COUNTER = "allocation.all.allocated"
+_BLOCKS_PER_PAUSE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class DiffEntry:
+    """What a stack holds more (or, negative, less) in the second of two profiles.
+
+    Attributes:
+        frames: leaf first.
+    """
+
+    frames: Stack
+    objects: int
+    size_bytes: int
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+def builder_for(snapshot: Snapshot, namer: FrameNamer, max_depth: int = 512) -> StackBuilder:
+    """The stack builder for a snapshot, which leaves names alone where they are final."""
+    if snapshot.resolved:
+        namer = with_basename_paths(identity_namer) if redacts_paths(namer) else identity_namer
+    return StackBuilder(namer, max_depth, resolved=snapshot.resolved)
+
+
+def stackless_root(has_event: bool) -> str:
+    """Named root of a live block without a stack, from what its snapshot file tells.
+
+    A trace that holds the block's allocation was on when no Python code ran; else nobody was
+    recording yet, or the trace has dropped the event since.
+    """
+    return NO_PYTHON_FRAME if has_event else BEFORE_INSTALL
+
+
+def recorded_root(stackless: StacklessRule | None, device: int, address: int | None) -> str:
+    """Named root of a recorded allocation without a stack."""
+    root = NO_PYTHON_FRAME if stackless is None else stackless(device, address)
+    # the event itself proves that recording was on
+    return NO_PYTHON_FRAME if root == BEFORE_INSTALL else root
+
+
+def live_profile(
+    snapshot: Snapshot,
+    device: int,
+    *,
+    namer: FrameNamer,
+    stackless: StacklessRule | None = None,
+    time_ns: int = 0,
+    pause: Pause | None = None,
+    max_depth: int = 512,
+) -> HeapProfile:
+    """What is alive on a device, by stack. The total is the allocator's `allocated`.
+
+    Args:
+        snapshot: what to read.
+        device: torch's index.
+        namer: names Python frames; not asked where the snapshot's names are final.
+        stackless: names the root of blocks without a stack; by default the snapshot's own trace
+            decides (see `stackless_root`).
+        time_ns: moment of the reading, nanoseconds since 1970.
+        pause: called after every stack.
+        max_depth: frames per stack; the middle is cut.
+    """
+    builder = builder_for(snapshot, namer, max_depth)
+    sums: Sums = {}
+    for count, group in enumerate(snapshot.live_groups(device, pause), 1):
+        if group.frames:
+            stack = builder.build(group.frames)
+        else:
+            stack = builder.root(
+                stackless_root(group.has_event)
+                if stackless is None
+                else stackless(device, group.address)
+            )
+        _add(sums, (stack, ()), group.objects, group.size_bytes)
+        if pause is not None and (group.frames or not count % _BLOCKS_PER_PAUSE):
+            pause()
+    return HeapProfile(ProfileKind.LIVE, device, _samples(sums, pause), time_ns)
+
+
+def allocated_profile(
+    snapshot: Snapshot,
+    device: int,
+    *,
+    namer: FrameNamer,
+    stackless: StacklessRule | None = None,
+    requested_total_bytes: int | None = None,
+    objects_total: int | None = None,
+    time_ns: int,
+    duration_ns: int,
+    pause: Pause | None = None,
+    max_depth: int = 512,
+) -> HeapProfile:
+    """What was allocated, by stack: recorded events, scaled to the allocator's own counters.
+
+    Sizes in a trace are requested bytes, so the counter to scale to is the growth of
+    `requested_bytes.all.allocated`; the rounded `allocated_bytes` would mix units. The total is
+    the counter's, exactly (largest remainder). What the counter saw and no event recorded is in
+    `[not recorded]`.
+
+    Args:
+        snapshot: holds the events of the window, and no others.
+        device: torch's index.
+        namer: names Python frames; not asked where the snapshot's names are final.
+        stackless: names the root of allocations without a stack.
+        requested_total_bytes: growth of the counter over the interval; None: do not scale.
+        objects_total: growth of `allocation.all.allocated`; None: do not scale.
+        time_ns: end of the interval, nanoseconds since 1970.
+        duration_ns: length of the interval.
+        pause: called after every stack.
+        max_depth: frames per stack; the middle is cut.
+    """
+    builder = builder_for(snapshot, namer, max_depth)
+    sums: Sums = {}
+    for group in snapshot.event_groups(device, pause=pause):
+        if group.frames:
+            stack = builder.build(group.frames)
+        else:
+            stack = builder.root(recorded_root(stackless, device, group.address))
+        _add(sums, (stack, ()), group.objects, group.size_bytes)
+        if pause is not None:
+            pause()
+    recorded = _samples(sums, pause)
+    seen = sum(sample.objects for sample in recorded)
+    sizes, missed_bytes, size_comment = _scale(
+        [s.size_bytes for s in recorded], requested_total_bytes, "bytes", _BYTES_COUNTER
+    )
+    objects, missed_objects, object_comment = _scale(
+        [s.objects for s in recorded], objects_total, "objects", _OBJECTS_COUNTER
+    )
+    scaled: Sums = {}
+    for sample, number, size in zip(recorded, objects, sizes, strict=True):
+        if number or size:
+            _add(scaled, (sample.frames, ()), number, size)
+    if missed_objects or missed_bytes:
+        _add(scaled, (builder.root(NOT_RECORDED), ()), missed_objects, missed_bytes)
+    comments = (
+        "sizes are requested bytes, before the allocator rounds them",
+        f"window of {duration_ns / 1e9:.3f} s with {seen} recorded allocations",
+        size_comment,
+        object_comment,
+    )
+    return HeapProfile(
+        ProfileKind.ALLOCATED, device, _samples(scaled, pause), time_ns, duration_ns, comments
+    )
+
+
+def apply_budget(profile: HeapProfile, *, max_samples: int) -> HeapProfile:
+    """The profile in at most so many samples (at least 1): the smallest become one, `[other]`.
+
+    Totals of bytes and objects stay as they are.
+    """
+    limit = max(1, max_samples)
+    if len(profile.samples) <= limit:
+        return profile
+    sums = _sum_up(profile.samples)
+    other = ((Frame(OTHER),), ())
+    if len(sums) > limit:
+        rest = sums.pop(other, None) or [0, 0]
+        for sample in _samples(sums)[limit - 1 :]:
+            objects, size = sums.pop((sample.frames, sample.labels))
+            rest[0] += objects
+            rest[1] += size
+        sums[other] = rest
+    return replace(profile, samples=_samples(sums))
+
+
+def merge(profiles: Iterable[HeapProfile]) -> HeapProfile:
+    """One profile that holds what several of one kind hold: of devices, ranks or files.
+
+    The order does not matter. Device is -1 where they differ; time and duration are the largest,
+    so the profiles are taken to be of the same moment or interval.
+
+    Raises:
+        ValueError: no profile, or profiles of several kinds.
+    """
+    parts = list(profiles)
+    if not parts:
+        raise ValueError("nothing to merge")
+    kind = parts[0].kind
+    if any(part.kind is not kind for part in parts):
+        raise ValueError("profiles of different kinds do not add up")
+    devices = {part.device for part in parts}
+    return HeapProfile(
+        kind,
+        devices.pop() if len(devices) == 1 else -1,
+        _samples(_sum_up(sample for part in parts for sample in part.samples)),
+        max(part.time_ns for part in parts),
+        max(part.duration_ns for part in parts),
+        tuple(sorted({comment for part in parts for comment in part.comments})),
+    )
+
+
+def diff(before: HeapProfile, after: HeapProfile) -> tuple[DiffEntry, ...]:
+    """What changed from one profile to another, the largest change first; () where nothing did.
+
+    The entries add up to the difference of the totals.
+    """
+    changes = _sum_up(after.samples)
+    for sample in before.samples:
+        _add(changes, (sample.frames, sample.labels), -sample.objects, -sample.size_bytes)
+    entries = [
+        DiffEntry(frames, objects, size, labels)
+        for (frames, labels), (objects, size) in changes.items()
+        if objects or size
+    ]
+    entries.sort(
+        key=lambda e: (-abs(e.size_bytes), -e.size_bytes, -e.objects, _plain(e.frames), e.labels)
+    )
+    return tuple(entries)
+
+
+def check(profile: HeapProfile, allocated_bytes: int | None = None) -> tuple[str, ...]:
+    """What is wrong with a profile, one sentence each; () where the books are closed.
+
+    Args:
+        profile: the profile.
+        allocated_bytes: what the total has to be, for a live profile `books.allocated_bytes`.
+    """
+    problems = []
+    if allocated_bytes is not None and profile.total_bytes != allocated_bytes:
+        problems.append(
+            f"{profile.kind.value} profile of device {profile.device} holds "
+            f"{profile.total_bytes} bytes, the allocator {allocated_bytes}"
+        )
+    if any(not sample.frames for sample in profile.samples):
+        problems.append("a sample has no frame")
+    if any(not frame.name for sample in profile.samples for frame in sample.frames):
+        problems.append("a frame has no name")
+    if any(not 0 <= f.line < 2**63 for sample in profile.samples for f in sample.frames):
+        problems.append("a line number does not fit a signed 64-bit integer")
+    if any(sample.objects < 0 or sample.size_bytes < 0 for sample in profile.samples):
+        problems.append("a sample is negative")
+    if len({(s.frames, s.labels) for s in profile.samples}) != len(profile.samples):
+        problems.append("two samples have the same stack")
+    return tuple(problems)
+
+
+def _add(sums: Sums, key: tuple[Stack, Labels], objects: int, size_bytes: int) -> None:
+    entry = sums.get(key)
+    if entry is None:
+        sums[key] = [objects, size_bytes]
+    else:
+        entry[0] += objects
+        entry[1] += size_bytes
+
+
+def _sum_up(samples: Iterable[Sample]) -> Sums:
+    sums: Sums = {}
+    for sample in samples:
+        _add(sums, (sample.frames, sample.labels), sample.objects, sample.size_bytes)
+    return sums
+
+
+def _plain(stack: Stack) -> list[tuple[str, str, int]]:
+    return [(frame.name, frame.filename, frame.line) for frame in stack]
+
+
+def _samples(sums: Sums, pause: Pause | None = None) -> tuple[Sample, ...]:
+    """Largest first; stacks are compared only where sizes and counts are equal."""
+    found: list[Sample] = []
+    ranks: list[tuple[int, int, int]] = []
+    for index, ((frames, labels), (objects, size)) in enumerate(sums.items()):
+        found.append(Sample(frames, objects, size, labels))
+        ranks.append((-size, -objects, index))
+        if pause is not None and not index % _BLOCKS_PER_PAUSE:
+            pause()
+    # plain tuples are sorted several times as fast as by a key function, and can not be sliced
+    ranks.sort()
+    ordered: list[Sample] = []
+    for _, equals in groupby(ranks, key=itemgetter(0, 1)):
+        ties = [found[rank[2]] for rank in equals]
+        if len(ties) > 1:
+            ties.sort(key=lambda sample: (_plain(sample.frames), sample.labels))
+        ordered += ties
+        if pause is not None and not len(ordered) % _BLOCKS_PER_PAUSE:
+            pause()
+    return tuple(ordered)
+
+
+def _scale(
+    values: Sequence[int], total: int | None, what: str, counter: str
+) -> tuple[Sequence[int], int, str]:
+    """The values in proportion, so that they add up to the total.
+
+    Returns:
+        the new values, what of the total is left because all values are zero, and a sentence.
+    """
+    seen = sum(values)
+    if total is None:
+        return values, 0, f"{what} as recorded, not scaled"
+    if not seen:
+        return values, total, f"{what}: none recorded, {counter} rose by {total}"
+    if not total:
+        # events of a moment that the counter does not cover: what was seen is real all the same
+        return values, 0, f"{what} as recorded, not scaled: {counter} did not move"
+    scaled = [value * total // seen for value in values]
+    left = total - sum(scaled)
+    # the largest remainders take what integer division left over; ties go to the larger sample
+    by_remainder = sorted(range(len(values)), key=lambda i: -(values[i] * total % seen))
+    for index in by_remainder[:left]:
+        scaled[index] += 1
+    return scaled, 0, f"{what} scaled by {total / seen:.6g} to {counter}"

@@ -1,0 +1,252 @@
+"""Snapshots of strangers: types and bounds of all that is read, before anything is counted.
+
+Columns are checked at once rather than entries one by one (a trace may have a million); the
+first entry that is wrong is looked for only to name it.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from gpumem_otel.core.rawform import ROOT_KEYS, state_of
+from gpumem_otel.errors import SnapshotError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpumem_otel.core.rawform import RawEvent, RawSegment
+
+__all__ = ["check", "warnings_for"]
+
+_INT64_MAX = 2**63 - 1
+_MAX_DEVICES = 4096
+# Addresses and pools become keys, and of larger numbers many can be made that hash alike. Pool
+# ids are counters; so many large ones are nothing that torch made.
+_MAX_ADDRESS = 2**64
+_LARGE_POOL_ID = 2**32
+_MAX_LARGE_POOL_IDS = 1000
+_KNOWN_STATES = frozenset(
+    {"active_allocated", "active_pending_free", "active_awaiting_free", "inactive"}
+)
+
+# A stack that is shared costs nothing in a file and its full length each time it is walked. Real
+# files hold each stack about once, so that no frame of it takes less than two bytes there.
+_FRAMES_PER_BYTE = 4
+_FRAMES_FLOOR = 10_000_000
+
+_Kinds = frozenset[type]
+
+_INT: _Kinds = frozenset({int})
+_MAYBE_INT: _Kinds = frozenset({int, type(None)})
+_TEXT: _Kinds = frozenset({str})
+_MAYBE_TEXT: _Kinds = frozenset({str, type(None)})
+_LIST: _Kinds = frozenset({list, tuple})
+_MAYBE_LIST: _Kinds = frozenset({list, tuple, type(None)})
+_DICT: _Kinds = frozenset({dict})
+_MAYBE_DICT: _Kinds = frozenset({dict, type(None)})
+
+
+class _Wrong(Exception):  # noqa: N818 (internal: leaves this module as a SnapshotError)
+    """What is wrong."""
+
+
+def check(raw: object, source: str, size_bytes: int) -> None:
+    """Refuse what can not be read, or not in a time that fits its size.
+
+    Args:
+        raw: the root of a snapshot.
+        source: name for messages.
+        size_bytes: of the file, uncompressed.
+
+    Raises:
+        SnapshotError: says which value is wrong.
+    """
+    try:
+        _check(raw, _FRAMES_FLOOR + _FRAMES_PER_BYTE * size_bytes)
+    except _Wrong as wrong:
+        raise SnapshotError(source, f"not a readable memory snapshot: {wrong}") from None
+
+
+def _check(raw: object, most_frames: int) -> None:
+    if type(raw) is list:
+        raw = {"segments": raw}
+    if type(raw) is not dict:
+        raise _Wrong(f"its root is a {type(raw).__name__}")
+    if not ROOT_KEYS.intersection(raw):
+        raise _Wrong("it has neither 'segments' nor 'device_traces'")
+    stacks: list[Sequence[Any]] = []
+    _check_segments(_list_of_dicts(raw, "segments"), stacks)
+    _check_traces(raw, stacks)
+    _check_stacks(stacks, most_frames)
+    _list_of_dicts(raw, "external_annotations")
+    settings = raw.get("allocator_settings")
+    if type(settings) not in _MAYBE_DICT:
+        raise _Wrong(f"allocator_settings is a {type(settings).__name__}")
+
+
+def _check_segments(segments: Sequence[dict[str, Any]], stacks: list[Sequence[Any]]) -> None:
+    _kinds(segments, "device", _INT, "segment")
+    _kinds(segments, "blocks", _LIST, "segment")
+    _kinds(segments, "frames", _MAYBE_LIST, "segment")
+    _kinds(segments, "segment_pool_id", _MAYBE_LIST, "segment")
+    _sizes(segments, "total_size", _MAYBE_INT, "segment")
+    if any(not 0 <= segment["device"] < _MAX_DEVICES for segment in segments):
+        raise _Wrong(f"a device that is not between 0 and {_MAX_DEVICES - 1}")
+    pools = [pool for segment in segments if (pool := segment.get("segment_pool_id")) is not None]
+    if any([type(part) for part in pool] != [int, int] for pool in pools):
+        raise _Wrong("a segment_pool_id that is not two numbers")
+    if sum(max(map(abs, pool)) >= _LARGE_POOL_ID for pool in pools) > _MAX_LARGE_POOL_IDS:
+        raise _Wrong("too many memory pools")
+    lists = [segment["blocks"] for segment in segments]
+    _distinct(lists, "two segments have the same list of blocks")
+    blocks = list(chain.from_iterable(lists))
+    _all_dicts(blocks, "block")
+    _sizes(blocks, "size", _INT, "block")
+    _sizes(blocks, "requested_size", _MAYBE_INT, "block")
+    _kinds(blocks, "state", _TEXT, "block")
+    _addresses(blocks, "address", "block")
+    _kinds(blocks, "frames", _MAYBE_LIST, "block")
+    _kinds(blocks, "history", _MAYBE_LIST, "block")
+    stacks += [frames for entry in chain(segments, blocks) if (frames := entry.get("frames"))]
+    present = [history[0] for block in blocks if (history := block.get("history"))]
+    _all_dicts(present, "history entry")
+    _sizes(present, "real_size", _MAYBE_INT, "history entry")
+    _kinds(present, "frames", _MAYBE_LIST, "history entry")
+    stacks += [frames for entry in present if (frames := entry.get("frames"))]
+
+
+def _check_traces(raw: dict[str, Any], stacks: list[Sequence[Any]]) -> None:
+    traces = raw.get("device_traces")
+    if traces is None:
+        return
+    if type(traces) not in _LIST:
+        raise _Wrong(f"device_traces is a {type(traces).__name__}")
+    if len(traces) > _MAX_DEVICES:
+        raise _Wrong(f"traces of {len(traces)} devices")
+    for trace in traces:
+        if type(trace) not in _LIST:
+            raise _Wrong(f"a trace is a {type(trace).__name__}")
+    _distinct(traces, "two devices have the same trace")
+    events = list(chain.from_iterable(traces))
+    _all_dicts(events, "event")
+    _kinds(events, "action", _MAYBE_TEXT, "event")
+    _sizes(events, "size", _MAYBE_INT, "event")
+    _addresses(events, "addr", "event")
+    _kinds(events, "time_us", _MAYBE_INT, "event")
+    _kinds(events, "device_free", _MAYBE_INT, "event")
+    _kinds(events, "frames", _MAYBE_LIST, "event")
+    stacks += [frames for event in events if (frames := event.get("frames"))]
+
+
+def _check_stacks(stacks: Sequence[Sequence[Any]], most_frames: int) -> None:
+    if sum(map(len, stacks)) > most_frames:
+        raise _Wrong("its stacks are longer than its size allows")
+    if not set(map(type, chain.from_iterable(stacks))) <= _DICT:
+        raise _Wrong("a frame that is no dict")
+
+
+def _list_of_dicts(raw: dict[str, Any], key: str) -> Sequence[dict[str, Any]]:
+    found: Sequence[dict[str, Any]] | None = raw.get(key)
+    if found is None:
+        return ()
+    if type(found) not in _LIST:
+        raise _Wrong(f"{key} is a {type(found).__name__}")
+    _all_dicts(found, f"entry of {key}")
+    return found
+
+
+def _all_dicts(entries: Sequence[object], what: str) -> None:
+    if not set(map(type, entries)) <= _DICT:
+        for number, entry in enumerate(entries):
+            if type(entry) is not dict:
+                raise _Wrong(f"{what} {number} is a {type(entry).__name__}")
+
+
+def _kinds(entries: Sequence[dict[str, Any]], key: str, kinds: _Kinds, what: str) -> None:
+    if {type(entry.get(key)) for entry in entries}.issubset(kinds):
+        return
+    for number, entry in enumerate(entries):
+        if type(entry.get(key)) not in kinds:
+            wrong = f"a {type(entry[key]).__name__}" if key in entry else "missing"
+            raise _Wrong(f"{key} of {what} {number} is {wrong}")
+
+
+def _sizes(entries: Sequence[dict[str, Any]], key: str, kinds: _Kinds, what: str) -> None:
+    _kinds(entries, key, kinds, what)
+    sizes = [entry.get(key) or 0 for entry in entries]
+    if sizes and min(sizes) < 0:
+        raise _Wrong(f"{key} of one {what} is negative")
+    if sum(sizes) > _INT64_MAX:
+        raise _Wrong(f"the sum of {key} over all of its kind does not fit 64 bits")
+
+
+def _addresses(entries: Sequence[dict[str, Any]], key: str, what: str) -> None:
+    _kinds(entries, key, _MAYBE_INT, what)
+    found = [address for entry in entries if (address := entry.get(key))]
+    if found and not -_MAX_ADDRESS <= min(found) <= max(found) <= _MAX_ADDRESS:
+        raise _Wrong(f"{key} of one {what} does not fit 64 bits")
+
+
+def _distinct(lists: Sequence[Sequence[Any]], message: str) -> None:
+    filled = [id(entries) for entries in lists if entries]
+    if len(set(filled)) != len(filled):
+        raise _Wrong(message)
+
+
+def warnings_for(
+    segments: Sequence[RawSegment], traces: Sequence[Sequence[RawEvent]]
+) -> tuple[str, ...]:
+    """What a reader of the numbers should know, one sentence each."""
+    found: list[str] = []
+    events = sum(map(len, traces))
+    blocks = [block for segment in segments for block in segment["blocks"]]
+    stacks = any(block.get("frames") or block.get("history") for block in blocks)
+    if segments and not events and not stacks:
+        found.append(
+            "no history recorded: no block carries a stack and no event was kept; call "
+            "torch.cuda.memory._record_memory_history() before the memory is allocated"
+        )
+    unlike = 0
+    for segment in segments:
+        size = segment.get("total_size")
+        unlike += size is not None and size != sum(block["size"] for block in segment["blocks"])
+    if unlike:
+        found.append(
+            f"{unlike} of {len(segments)} segments differ in size from the sum of their blocks; "
+            "the larger of the two is counted as reserved"
+        )
+    strange = sorted({block["state"] for block in blocks} - _KNOWN_STATES)
+    found += [f"block state {word[:40]!r} is read as {state_of(word).value}" for word in strange]
+    for device, trace in enumerate(traces):
+        unseen = _unseen_frees(trace)
+        if unseen:
+            found.append(
+                f"device {device}: {unseen} frees of memory whose allocation is not in the trace: "
+                "recording began after it, or its ring was full"
+            )
+    return tuple(found)
+
+
+def _unseen_frees(trace: Sequence[RawEvent]) -> int:
+    """How many allocations are freed that the trace did not see being made."""
+    if len(trace) < 2:  # noqa: PLR2004 (what record mode `state` leaves is no trace)
+        return 0
+    actions = {event.get("action") for event in trace}
+    # each free is requested first, then completed; some writers keep the second alone
+    free = "free_requested" if "free_requested" in actions else "free_completed"
+    if "alloc" not in actions:
+        return sum(event.get("action") == free for event in trace)
+    live: set[object] = set()
+    unseen = 0
+    for event in trace:
+        action = event.get("action")
+        if action == "alloc":
+            live.add(event.get("addr"))
+        elif action == free:
+            address = event.get("addr")
+            if address in live:
+                live.discard(address)
+            else:
+                unseen += 1
+    return unseen

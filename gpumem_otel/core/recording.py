@@ -1,0 +1,304 @@
+"""Our own recordings: written by a job as it runs, read back anywhere.
+
+The form is told in `recordform`; reading is in `record_read`, what is read in `record_values`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from gpumem_otel.core import rawform
+from gpumem_otel.core import recordform as form
+from gpumem_otel.core.heap import builder_for
+from gpumem_otel.core.record_lines import read_content, whole_lines
+from gpumem_otel.core.record_read import Loader
+from gpumem_otel.core.record_tables import NewNames, StackIndexes, json_text
+from gpumem_otel.errors import SnapshotError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from gpumem_otel.core.model import Identity, StepStats
+    from gpumem_otel.core.ports import FrameNamer, Pause, Reading
+    from gpumem_otel.core.rawform import RawSegment
+    from gpumem_otel.core.record_values import Recording
+
+__all__ = ["RecordingWriter", "load_recording"]
+
+_BLOCKS_PER_PAUSE = 32
+_NUMBERS_PER_PAUSE = 1000
+
+
+class RecordingWriter:
+    """Writes a recording as it happens.
+
+    Every reading is flushed through to the file, so that a process that is killed leaves a
+    recording of all that went before. It stops at the limits of the form: what it writes can be
+    read. Not for use by several threads at a time.
+
+    Attributes:
+        full: a limit was reached; nothing more is written.
+    """
+
+    def __init__(
+        self,
+        file: BinaryIO,
+        *,
+        identity: Identity,
+        created_ns: int,
+        facts: Mapping[str, str],
+        namer: FrameNamer,
+        max_depth: int = 512,
+        max_bytes: int = form.MAX_TEXT_BYTES,
+    ) -> None:
+        """Write the header.
+
+        Args:
+            file: takes the bytes; it stays open at `close`.
+            identity: whose memory it is.
+            created_ns: nanoseconds since 1970.
+            facts: short texts about the surroundings, for instance `torch`, `device_names`.
+            namer: names Python frames; final names are what a recording holds.
+            max_depth: frames per stack; the middle is cut.
+            max_bytes: of text before compression, which makes it a tenth or less.
+
+        Raises:
+            OSError: the file can not be written.
+        """
+        self.full = False
+        self._file = file
+        self._namer = namer
+        self._max_depth = max_depth
+        self._room = min(max_bytes, form.MAX_TEXT_BYTES)
+        self._zip: Any = zlib.compressobj(level=6, wbits=31)
+        self._tables = NewNames()
+        self._blocks = self._objects = 0
+        header = {
+            "format": form.FORMAT,
+            "version": form.VERSION,
+            "created_ns": created_ns,
+            "identity": form.identity_form(identity),
+            "facts": {key: str(value) for key, value in facts.items()},
+        }
+        self._write([json_text(header)])
+
+    def add(self, reading: Reading, steps: StepStats, pause: Pause | None = None) -> bool:
+        """Write one state of the allocators.
+
+        Args:
+            reading: what was read.
+            steps: the steps counted by then.
+            pause: called every few dozen blocks.
+
+        Returns:
+            whether it was written; False once a limit is reached.
+
+        Raises:
+            OSError: the file can not be written.
+        """
+        if self.full or self._zip is None:
+            return False
+        snapshot = reading.snapshot
+        names = self._names(reading, pause)
+        traced = [d for d in snapshot.devices() if next(snapshot.events(d), None) is not None]
+        parts = [f"{self._opening('reading', reading)},"]
+        parts.append(f'"steps":{json_text(form.steps_form(steps))},"traced":{json_text(traced)},')
+        parts.append('"segments":[')
+        raw_segments = snapshot.raw_segments()
+        blocks = 0
+        for position, segment in enumerate(raw_segments):
+            blocks += len(segment["blocks"])
+            if self._blocks + blocks > form.MAX_BLOCKS:
+                self.full = True
+                return False
+            parts.append("," if position else "")
+            parts += self._segment(segment, names, pause)
+        parts.append("]}}")
+        objects = 1 + len(raw_segments) + len(traced) + len(steps.floor_bytes)
+        return self._add(parts, objects + len(reading.before) + len(reading.after), blocks)
+
+    def add_window(self, reading: Reading, seconds: float, pause: Pause | None = None) -> bool:
+        """Write the allocations recorded in a window, by stack.
+
+        Args:
+            reading: its snapshot holds the events, its counters are those at both ends.
+            seconds: length of the window.
+            pause: called every few dozen events.
+
+        Returns:
+            whether it was written; not where it holds too many events, nor once `full`.
+
+        Raises:
+            OSError: the file can not be written.
+        """
+        if self.full or self._zip is None:
+            return False
+        names = self._names(reading, pause)
+        groups: dict[str, list[list[int]]] = {}
+        events = 0
+        for device in reading.snapshot.devices():
+            found: dict[int, list[int]] = {}
+            for group in reading.snapshot.event_groups(device, pause=pause):
+                index = names.of_event(device, group.frames, group.address)
+                entry = found.setdefault(index, [0, 0])
+                entry[0] += group.objects
+                entry[1] += group.size_bytes
+            if found:
+                objects, sizes = zip(*found.values(), strict=True)
+                groups[str(device)] = [list(found), list(objects), list(sizes)]
+                events += sum(objects)
+        if events > form.MAX_WINDOW_EVENTS:
+            return False
+        parts = [
+            self._opening("window", reading),
+            f',"seconds":{json_text(float(seconds))},"groups":{json_text(groups)}}}}}',
+        ]
+        return self._add(parts, 1 + len(groups) + len(reading.before) + len(reading.after), 0)
+
+    def close(self) -> None:
+        """Write the end; the file itself stays open. A second call does nothing.
+
+        Raises:
+            OSError: the file can not be written.
+        """
+        if self._zip is not None:
+            end, self._zip = self._zip.flush(zlib.Z_FINISH), None
+            self._file.write(end)
+            self._file.flush()
+
+    def _names(self, reading: Reading, pause: Pause | None) -> StackIndexes:
+        builder = builder_for(reading.snapshot, self._namer, self._max_depth)
+        return StackIndexes(self._tables, builder, reading, pause)
+
+    def _opening(self, what: str, reading: Reading) -> str:
+        before = [form.stats_form(stats) for stats in reading.before]
+        after = [form.stats_form(stats) for stats in reading.after]
+        fields = {
+            "time_ns": reading.time_ns,
+            "stall_seconds": round(reading.stall_seconds, 9),
+            "before": before,
+            "after": None if after == before else after,
+        }
+        return f'{{"{what}":{json_text(fields)[:-1]}'
+
+    def _segment(
+        self, segment: RawSegment, names: StackIndexes, pause: Pause | None
+    ) -> Iterable[str]:
+        device = rawform.device_of(segment)
+        sizes: list[int] = []
+        slack: list[int] = []
+        states: list[str] = []
+        stacks: list[int] = []
+        addresses: list[int | None] = []
+        start = following = rawform.whole(segment.get("address"))
+        contiguous = True
+        for count, block in enumerate(segment["blocks"], 1):
+            if pause is not None and not count % _BLOCKS_PER_PAUSE:
+                pause()
+            size = block["size"]
+            state = rawform.state_of(block["state"])
+            address = block.get("address")
+            contiguous = contiguous and address == following
+            following += size
+            sizes.append(size)
+            slack.append(max(rawform.requested_of(block), 0) - size)
+            states.append(form.STATES[state])
+            stacks.append(names.of_block(device, block, state))
+            addresses.append(address)
+        meta: dict[str, Any] = {
+            "d": device,
+            "a": start,
+            "n": rawform.reserved_of(segment, sum(sizes)),
+            "s": rawform.whole(segment.get("stream")),
+            "t": rawform.text(segment.get("segment_type")),
+            "p": rawform.pool_of(segment.get("segment_pool_id")) or (0, 0),
+            "x": segment.get("is_expandable") is True,
+            "k": names.of_frames(segment.get("frames") or ()),
+        }
+        yield f'{json_text(meta)[:-1]},"b":['
+        yield from _numbers(sizes, pause)
+        yield ","
+        yield from _numbers(slack, pause) if any(slack) else ("null",)
+        yield f',"{"".join(states)}",'
+        yield from _numbers(stacks, pause)
+        yield "]"
+        if not contiguous:
+            yield f',"A":{json_text(addresses)}'
+        yield "}"
+
+    def _add(self, parts: Sequence[str], objects: int, blocks: int) -> bool:
+        """Write the new entries of the tables and a line, if all of it fits."""
+        tables = self._tables.lines()
+        line = sum(map(len, parts)) + 1
+        needed = line + sum(len(table) + 1 for table in tables)
+        if (
+            needed > self._room
+            or max(line, *map(len, tables), 0) > form.MAX_LINE_BYTES
+            or self._tables.too_large()
+            or self._objects + objects > form.MAX_OBJECTS
+        ):
+            self.full = True
+            return False
+        self._blocks += blocks
+        self._objects += objects
+        for table in tables:
+            self._compress([table])
+        self._tables.written()
+        self._write(parts)
+        return True
+
+    def _write(self, parts: Iterable[str]) -> None:
+        self._compress(parts)
+        self._out(self._zip.flush(zlib.Z_SYNC_FLUSH))
+        self._file.flush()
+
+    def _compress(self, parts: Iterable[str]) -> None:
+        for part in (*parts, "\n"):
+            self._room -= len(part)
+            self._out(self._zip.compress(part.encode("ascii")))
+
+    def _out(self, data: bytes) -> None:
+        try:
+            self._file.write(data)
+        except BaseException:
+            # what follows a hole in the stream could not be read, its end no more than the rest
+            self.full = True
+            self._zip = None
+            raise
+
+
+def load_recording(
+    data: bytes | str | os.PathLike[str] | BinaryIO, *, name: str | None = None
+) -> Recording:
+    """Read a recording.
+
+    Args:
+        data: the bytes of the file, its path, or a file open for reading bytes.
+        name: what messages call it.
+
+    Raises:
+        SnapshotError: it can not be read or is no recording; no other error leaves this function.
+    """
+    content, source = read_content(data, name)
+    loader = Loader(source)
+    lines = whole_lines(content, source, loader.warnings)
+    try:
+        for count, line in enumerate(lines, 1):
+            loader.take(line, count)
+    except MemoryError:
+        raise SnapshotError(source, "too large for this machine's memory") from None
+    return loader.recording()
+
+
+def _numbers(values: Sequence[int], pause: Pause | None) -> Iterable[str]:
+    """A list of numbers as JSON, in pieces."""
+    yield "["
+    for start in range(0, len(values), _NUMBERS_PER_PAUSE):
+        if start:
+            yield ","
+            if pause is not None:
+                pause()
+        yield ",".join(map(str, values[start : start + _NUMBERS_PER_PAUSE]))
+    yield "]"

@@ -1,0 +1,348 @@
+"""CUDA memory snapshots of torch 1.13 to 2.15, from memory or from a file, behind one type.
+
+All differences between versions end here and in `rawform`, which reads the single keys. Shape and
+history of the format: `torch/cuda/memory.py` (`_snapshot`), `c10/cuda/CUDACachingAllocator.h`,
+and real files of each version.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+from gpumem_otel.core import rawform
+from gpumem_otel.core.books import add_up
+from gpumem_otel.core.fileform import Recording, decode, read_all
+from gpumem_otel.core.groups import EventGroup, Grouper, LiveGroup
+from gpumem_otel.core.model import AllocEvent, Annotation, Block, BlockState, Segment
+from gpumem_otel.core.rawcheck import check, warnings_for
+from gpumem_otel.errors import SnapshotError
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from gpumem_otel.core.model import DeviceBooks
+    from gpumem_otel.core.ports import Pause
+    from gpumem_otel.core.rawform import RawBlock, RawEvent, RawSegment
+
+__all__ = [
+    "Snapshot",
+    "from_torch",
+    "load_snapshot",
+    "parse_snapshot",
+]
+
+_PLAIN = str | int | float
+
+
+class Snapshot:
+    """One state of the allocators of a process, read only.
+
+    It keeps the object it was made from and copies nothing: use `from_torch`, `parse_snapshot`
+    or `load_snapshot`.
+
+    Attributes:
+        source: name of the file or stream, for messages.
+        resolved: frame names are final already and need no naming (recordings of ours).
+    """
+
+    # `trusted`: frames hold only text and numbers, see Grouper
+
+    def __init__(
+        self,
+        source: str,
+        segments: Sequence[RawSegment],
+        traces: Sequence[Sequence[RawEvent]],
+        *,
+        annotations: Sequence[Mapping[str, Any]] = (),
+        settings: Mapping[str, object] | None = None,
+        resolved: bool = False,
+        trusted: bool = True,
+    ) -> None:
+        self.source = source
+        self.resolved = resolved
+        self._segments = segments
+        self._traces = traces
+        self._annotations = annotations
+        self._settings = settings or {}
+        self._told: tuple[str, ...] = ()
+        self._trusted = trusted
+        self._by_device: dict[int, list[RawSegment]] | None = None
+        self._books: dict[int, DeviceBooks] = {}
+        self._warnings: tuple[str, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Snapshot {self.source!r} devices={self.devices()}>"
+
+    def devices(self) -> tuple[int, ...]:
+        """Devices that have segments or events, sorted."""
+        found = {segment["device"] for segment in self._segments}
+        found.update(device for device, trace in enumerate(self._traces) if trace)
+        return tuple(sorted(found))
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """`allocator_settings` as torch wrote it, empty before torch 2.3.
+
+        Only text, numbers and one level of dicts of them: that is what there is.
+        """
+        return MappingProxyType(
+            {
+                key: _plain(value) if isinstance(value, dict) else value
+                for key, value in self._settings.items()
+                if isinstance(value, _PLAIN | dict)
+            }
+        )
+
+    @property
+    def annotations(self) -> tuple[Annotation, ...]:
+        """START and END marks, in file order; empty before torch 2.5."""
+        return tuple(
+            Annotation(
+                name=rawform.text(raw.get("name")),
+                stage=rawform.text(raw.get("stage")),
+                device=rawform.whole(raw.get("device")),
+                time_us=rawform.whole(raw.get("time_us")),
+            )
+            for raw in self._annotations
+        )
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What a reader of the numbers should know, one sentence each."""
+        if self._warnings is None:
+            self._warnings = (*self._told, *warnings_for(self._segments, self._traces))
+        return self._warnings
+
+    def warn(self, warnings: Sequence[str]) -> None:
+        """Put sentences about where the snapshot comes from before its own warnings."""
+        self._told = (*self._told, *warnings)
+        self._warnings = None
+
+    def segments(self, device: int | None = None) -> Iterator[Segment]:
+        """Segments as objects, for offline work; all devices where none is given."""
+        for raw in self._segments if device is None else self._of_device(device):
+            yield Segment(
+                device=raw["device"],
+                address=rawform.whole(raw.get("address")),
+                size_bytes=rawform.segment_size(raw),
+                stream=rawform.whole(raw.get("stream")),
+                kind=rawform.text(raw.get("segment_type")),
+                pool_id=rawform.pool_of(raw.get("segment_pool_id")) or rawform.DEFAULT_POOL,
+                is_expandable=raw.get("is_expandable") is True,
+                blocks=tuple(_block(block) for block in raw["blocks"]),
+                frames=rawform.stack(raw.get("frames")),
+            )
+
+    def raw_segments(self) -> Sequence[RawSegment]:
+        """Segments as torch wrote them, never to be changed: for copying every block cheaply."""
+        return self._segments
+
+    def events(self, device: int) -> Iterator[AllocEvent]:
+        """The recorded trace of a device as objects, oldest first."""
+        for raw in self._trace(device):
+            yield AllocEvent(
+                action=rawform.text(raw.get("action")),
+                address=rawform.maybe_whole(raw.get("addr")),
+                size_bytes=rawform.whole(raw.get("size")),
+                stream=rawform.whole(raw.get("stream")),
+                time_us=rawform.maybe_whole(raw.get("time_us")),
+                frames=rawform.stack(raw.get("frames")),
+                device_free_bytes=rawform.maybe_whole(raw.get("device_free")),
+                compile_context=rawform.maybe_text(raw.get("compile_context")),
+                user_metadata=rawform.maybe_text(raw.get("user_metadata")),
+                pool_id=rawform.pool_of(raw.get("pool_id")),
+            )
+
+    def books(self, device: int, pause: Pause | None = None) -> DeviceBooks:
+        """Sums over the segments and blocks of a device; all zero where it has none.
+
+        Args:
+            device: torch's index.
+            pause: called every 32 blocks.
+        """
+        books = self._books.get(device)
+        if books is None:
+            books = self._books[device] = add_up(
+                device,
+                self._of_device(device),
+                has_events=bool(self._trace(device)),
+                resolved=self.resolved,
+                pause=pause,
+            )
+        return books
+
+    def live_groups(self, device: int, pause: Pause | None = None) -> list[LiveGroup]:
+        """Every allocated block of a device, grouped by stack.
+
+        The sizes add up to `books(device).allocated_bytes`. Frames are compared by identity,
+        which torch and pickle both preserve; equal stacks that do not share their frames may be
+        groups of their own.
+
+        Args:
+            device: torch's index.
+            pause: called every 32 blocks.
+        """
+        grouper = Grouper("address", pause, trusted=self._trusted)
+        for segment in self._of_device(device):
+            grouper.add(b for b in segment["blocks"] if b["state"] == "active_allocated")
+        found = [LiveGroup(*group) for group in grouper.groups]
+        if grouper.bare:
+            trace = self._trace(device)
+            seen = {event.get("addr") for event in trace if event.get("action") == "alloc"}
+            for block in grouper.bare:
+                address = block.get("address")
+                found.append(LiveGroup((), 1, block["size"], address, address in seen))
+        return found
+
+    def event_groups(
+        self,
+        device: int,
+        since_us: int | None = None,
+        until_us: int | None = None,
+        pause: Pause | None = None,
+    ) -> list[EventGroup]:
+        """The allocations in a device's trace, grouped by stack, in requested bytes.
+
+        Args:
+            device: torch's index.
+            since_us: leave out what is older, microseconds since 1970; events without a time
+                (before torch 2.2) always count.
+            until_us: leave out what is not older than this.
+            pause: called every 32 events.
+        """
+        grouper = Grouper("addr", pause, trusted=self._trusted)
+        allocs = (event for event in self._trace(device) if event.get("action") == "alloc")
+        if since_us is None and until_us is None:
+            grouper.add(allocs)
+        else:
+            grouper.add(event for event in allocs if _within(event, since_us, until_us))
+        found = [EventGroup(*group) for group in grouper.groups]
+        if bare := grouper.bare:
+            size = sum(event.get("size") or 0 for event in bare)
+            found.append(EventGroup((), len(bare), size, bare[0].get("addr")))
+        return found
+
+    def _of_device(self, device: int) -> Sequence[RawSegment]:
+        if self._by_device is None:
+            by_device: dict[int, list[RawSegment]] = {}
+            for segment in self._segments:
+                by_device.setdefault(segment["device"], []).append(segment)
+            self._by_device = by_device
+        return self._by_device.get(device, ())
+
+    def _trace(self, device: int) -> Sequence[RawEvent]:
+        return self._traces[device] if 0 <= device < len(self._traces) else ()
+
+
+def _plain(values: Mapping[Any, object]) -> dict[Any, object]:
+    return {key: value for key, value in values.items() if isinstance(value, _PLAIN)}
+
+
+def _block(raw: RawBlock) -> Block:
+    state = rawform.state_of(raw["state"])
+    # an inactive block of torch 2.0 still carries the history of what once was there
+    inactive = state is BlockState.INACTIVE
+    return Block(
+        address=raw.get("address"),
+        size_bytes=raw["size"],
+        requested_bytes=rawform.requested_of(raw),
+        state=state,
+        frames=rawform.stack(raw.get("frames") if inactive else rawform.frames_of(raw)),
+    )
+
+
+def _within(event: RawEvent, since_us: int | None, until_us: int | None) -> bool:
+    time_us = event.get("time_us")
+    if time_us is None:
+        return True
+    return (since_us is None or time_us >= since_us) and (until_us is None or time_us < until_us)
+
+
+def from_torch(raw: object, *, source: str = "torch", resolved: bool = False) -> Snapshot:
+    """Wrap what `torch._C._cuda_memorySnapshot` gives, without copying.
+
+    Only the outer shape is looked at, torch's own objects are trusted. Files go through
+    `parse_snapshot`, which checks them.
+
+    Args:
+        raw: the dict, or the bare list of segments (torch 1.13, `MemPool.snapshot()`).
+        source: name for messages.
+        resolved: frame names are final already.
+
+    Raises:
+        SnapshotError: it is neither.
+    """
+    return _wrap(raw, source, resolved=resolved, trusted=True)
+
+
+def _wrap(raw: object, source: str, *, resolved: bool, trusted: bool) -> Snapshot:
+    if isinstance(raw, list):
+        raw = {"segments": raw}
+    if not isinstance(raw, dict) or not rawform.ROOT_KEYS.intersection(raw):
+        raise SnapshotError(source, "not a memory snapshot: neither a list nor a dict of segments")
+    return Snapshot(
+        source,
+        raw.get("segments") or (),
+        raw.get("device_traces") or (),
+        annotations=raw.get("external_annotations") or (),
+        settings=raw.get("allocator_settings"),
+        resolved=resolved,
+        trusted=trusted,
+    )
+
+
+def parse_snapshot(data: bytes, source: str) -> Snapshot:
+    """Read a snapshot file's bytes: pickle, JSON, or a recording of ours; plain or gzip.
+
+    The kind is found by content. Nothing in the data is run, and what reading it takes is bounded
+    by its size: see `unpickle`, `fileform` and `rawcheck`.
+
+    Args:
+        data: the whole file.
+        source: name for messages.
+
+    Raises:
+        SnapshotError: it is no readable snapshot; no other error leaves this function.
+    """
+    try:
+        raw, size_bytes = decode(data, source)
+        if isinstance(raw, Recording):
+            return _last_of_recording(raw.data, source)
+        check(raw, source, size_bytes)
+        return _wrap(raw, source, resolved=False, trusted=False)
+    except SnapshotError:
+        raise
+    except MemoryError:
+        raise SnapshotError(source, "it does not fit into memory") from None
+    except Exception as error:
+        # nothing known ends here; a stranger's file must still not be able to raise what it likes
+        raise SnapshotError(source, f"can not be read: {type(error).__name__}") from error
+
+
+def load_snapshot(path: str | os.PathLike[str] | BinaryIO, *, name: str | None = None) -> Snapshot:
+    """Read a snapshot file; of a recording of ours the last snapshot in it.
+
+    Args:
+        path: file name, or a file open for reading bytes.
+        name: what messages call it, by default its name.
+
+    Raises:
+        SnapshotError: it can not be read or is no snapshot.
+    """
+    data, source = read_all(path, name)
+    return parse_snapshot(data, source)
+
+
+def _last_of_recording(data: bytes, source: str) -> Snapshot:
+    # late, since reading a recording is written in terms of this module
+    from gpumem_otel.core.recording import load_recording  # noqa: PLC0415
+
+    recording = load_recording(data, name=source)
+    if not recording.readings:
+        raise SnapshotError(source, "a recording without a single reading")
+    snapshot = recording.readings[-1].snapshot
+    snapshot.source = source
+    snapshot.warn(recording.warnings)
+    return snapshot
