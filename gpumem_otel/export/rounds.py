@@ -1,0 +1,368 @@
+"""What the background thread does, without the thread: read, encode, send, count.
+
+A round begins with a read-out at a wall-clock multiple of the interval, the same moment on all
+ranks, since each collective waits for the slowest rank. The profiles are encoded at once and sent
+at the rank's own phase. Per kind and device at most one profile waits: the newest wins.
+
+The interval is the smallest multiple of the configured one that holds the stall ratio and the
+job's byte budget. The first read-out comes early, at the next multiple of at most 15 s, so that
+a new job is seen soon.
+
+Nothing is raised: every failure is counted, and logged once per kind until it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpumem_otel.core.model import ProfileKind
+from gpumem_otel.errors import GpumemError, PushError
+from gpumem_otel.export.schedule import Backoff, next_multiple_ns, phase, stretch
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Sequence
+
+    from gpumem_otel.config import ProfileConfig
+    from gpumem_otel.core.counters import Counters
+    from gpumem_otel.core.model import HeapProfile, Identity, SourceStatus
+    from gpumem_otel.core.ports import Clock, ProfileReader, ProfileSink
+
+__all__ = ["Parts", "Rounds"]
+
+FIRST_READ_SECONDS = 15.0
+MAX_ATTEMPTS = 5
+MAX_AGE_SECONDS = 3300.0
+"""A server refuses what is older than 1 h (validation.reject-older-than)."""
+MAX_THROTTLE = 8
+SPREAD = 0.5
+"""Part of the interval over which the ranks spread their sending."""
+READ_MARGIN_SECONDS = 0.25
+"""A push ends so long before the next read-out, or a tenth of a short interval before it."""
+MIN_PUSH_SECONDS = 0.05
+
+_NS = 1_000_000_000
+_log = logging.getLogger("gpumem_otel.push")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the rounds are made of.
+
+    Attributes:
+        reader: takes the profiles.
+        sink: where they go, None where they are only shown to `on_profiles`.
+        encode: one profile -> uncompressed pprof; counts its own time.
+        identity: asked each round, since the rank may be known late.
+        status: nothing is read before it says armed.
+        stall_seconds: how long the last read-out held the interpreter lock; what the counter
+            `exporter_stall_seconds` rose by meanwhile (the encoding too) is seen anyway.
+        on_profiles: called with what was read (a recording, a live table), on our thread.
+        push_timeout_seconds: deadline of one push.
+    """
+
+    reader: ProfileReader
+    sink: ProfileSink | None
+    encode: Callable[[HeapProfile], bytes]
+    config: ProfileConfig
+    counters: Counters
+    clock: Clock
+    identity: Callable[[], Identity]
+    status: Callable[[], SourceStatus]
+    stall_seconds: Callable[[], float] = float
+    on_profiles: Sequence[Callable[[ProfileKind, tuple[HeapProfile, ...]], None]] = ()
+    push_timeout_seconds: float = 10.0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """An encoded profile that was not stored yet."""
+
+    kind: ProfileKind
+    device: int
+    data: bytes
+    read_ns: int
+    attempts: int = 0
+
+
+class Rounds:
+    """The state between rounds; used by one thread.
+
+    Args:
+        parts: what to read and where to send it.
+        stop: ends a recorded window early.
+    """
+
+    def __init__(self, parts: Parts, stop: threading.Event) -> None:
+        self._parts = parts
+        self._stop = stop
+        self._notices = _Notices()
+        self._waiting: dict[tuple[ProfileKind, int], _Waiting] = {}
+        self._round_bytes = 0
+        self._stalled_before = 0.0
+        self._throttle = 1
+        self._limited = False
+        self._backoff = Backoff(0.0)
+        self._failures = 0
+        self._next_read_ns = 0
+        self._send_ns = 0
+        self._interval = parts.config.interval_seconds
+        self._first = True
+
+    @property
+    def interval_seconds(self) -> float:
+        """The interval as it is now, stretched."""
+        return self._interval
+
+    @property
+    def waiting(self) -> int:
+        """Profiles that wait to be sent."""
+        return len(self._waiting)
+
+    def turn(self) -> float:
+        """Do what is due; returns seconds until something is."""
+        now = self._parts.clock.time_ns()
+        step = self._first_interval() if self._first else self._interval
+        if not 0 <= self._next_read_ns - now <= step * _NS and not self._is_due(now, step):
+            self._next_read_ns = next_multiple_ns(now, step)  # the start, or the clock was set
+            self._send_ns = min(self._send_ns, now)
+        if now >= self._next_read_ns:
+            due, self._first = self._next_read_ns, False
+            self._read(windows=True)
+            self._plan(due)
+        if self._waiting and self._parts.clock.time_ns() >= self._send_ns:
+            self._send()
+        now = self._parts.clock.time_ns()
+        until = min(self._next_read_ns, self._send_ns) if self._waiting else self._next_read_ns
+        return max(until - now, 0) / _NS
+
+    def flush(self, deadline_seconds: float) -> bool:
+        """Read what is alive and send all that waits, now; True where all of it was stored."""
+        end = self._parts.clock.monotonic() + deadline_seconds
+        stored = self._read(windows=False)
+        return self._send(end) and stored and not self._waiting
+
+    def finish(self, deadline_seconds: float) -> None:
+        """The last flush; what could not be sent is dropped and counted."""
+        self.flush(deadline_seconds)
+        for key in list(self._waiting):
+            self._drop(key, "shutdown")
+
+    def _first_interval(self) -> float:
+        return min(self._parts.config.interval_seconds, FIRST_READ_SECONDS)
+
+    def _is_due(self, now: int, step: float) -> bool:
+        """Whether the planned read-out just passed, rather than the clock having been set."""
+        return 0 < self._next_read_ns <= now <= self._next_read_ns + step * _NS
+
+    # Reading ------------------------------------------------------------------------------------
+
+    def _read(self, *, windows: bool) -> bool:
+        parts = self._parts
+        try:
+            status = parts.status()
+            if not status.armed or not status.supported:
+                return False
+        except Exception as error:
+            self._failed("read", error)
+            return False
+        self._round_bytes = 0
+        self._stalled_before = parts.counters.get("exporter_stall_seconds")
+        done = self._take(ProfileKind.LIVE, "read", parts.reader.live)
+        if windows and ProfileKind.ALLOCATED.value in parts.config.kinds:
+            seconds = min(parts.config.allocated_window_seconds, self._interval / 2)
+            done &= self._take(
+                ProfileKind.ALLOCATED,
+                "window",
+                lambda: parts.reader.allocated(seconds, self._stop),
+            )
+        return done
+
+    def _take(
+        self, kind: ProfileKind, stage: str, read: Callable[[], tuple[HeapProfile, ...]]
+    ) -> bool:
+        parts = self._parts
+        if kind is ProfileKind.LIVE and kind.value not in parts.config.kinds:
+            return True
+        try:
+            profiles = read()
+        except Exception as error:
+            self._failed(stage, error)
+            return False
+        self._notices.recovered(stage)
+        for callback in parts.on_profiles:
+            self._show(callback, kind, profiles)
+        if parts.sink is None:
+            return True
+        return all([self._encode(profile) for profile in profiles])  # noqa: C419 - encode each
+
+    def _show(
+        self,
+        callback: Callable[[ProfileKind, tuple[HeapProfile, ...]], None],
+        kind: ProfileKind,
+        profiles: tuple[HeapProfile, ...],
+    ) -> None:
+        try:
+            callback(kind, profiles)
+        except Exception as error:
+            self._failed("record", error)
+
+    def _encode(self, profile: HeapProfile) -> bool:
+        parts = self._parts
+        key = (profile.kind, profile.device)
+        try:
+            data = parts.encode(profile)
+        except Exception as error:
+            self._failed("encode", error)
+            parts.counters.add("exporter_dropped", reason="encode")
+            return False
+        self._notices.recovered("encode")
+        if key in self._waiting:
+            self._drop(key, "superseded")
+        self._waiting[key] = _Waiting(*key, data, parts.clock.time_ns())
+        self._round_bytes += len(data)
+        return True
+
+    # Planning -----------------------------------------------------------------------------------
+
+    def _plan(self, due_ns: int) -> None:
+        """Set the next read-out, and when this round's profiles are sent."""
+        parts, config = self._parts, self._parts.config
+        stall = budget = place = 0.0
+        try:
+            stalled = parts.counters.get("exporter_stall_seconds") - self._stalled_before
+            stall = max(parts.stall_seconds(), stalled) / config.max_stall_ratio
+            identity = parts.identity()
+            budget = self._round_bytes * identity.world_size / config.job_push_bytes_per_second
+            place = phase(identity.run_id, identity.rank)
+        except Exception as error:
+            self._failed("push", error)
+        self._throttle = (
+            min(self._throttle * 2, MAX_THROTTLE) if self._limited else max(self._throttle // 2, 1)
+        )
+        self._limited = False
+        limit = config.interval_seconds * self._throttle
+        interval = stretch(config.interval_seconds, stall, budget, limit)
+        if interval != self._interval:
+            _log.info(
+                "profiles every %g s (stall asks for %.0f s, byte budget for %.0f s, server for"
+                " %.0f s)", interval, stall, budget, limit,
+            )  # fmt: skip
+            self._interval = interval
+        self._backoff = Backoff(place)
+        self._next_read_ns = next_multiple_ns(max(parts.clock.time_ns(), due_ns), interval)
+        self._send_ns = due_ns + int(place * SPREAD * (self._next_read_ns - due_ns))
+
+    # Sending ------------------------------------------------------------------------------------
+
+    def _send(self, end: float | None = None) -> bool:
+        """Send what waits, until the next read-out, or until `end` whatever else is due.
+
+        Returns:
+            Whether all of it was stored.
+        """
+        clock = self._parts.clock
+        stored = True
+        order = sorted(
+            self._waiting.values(), key=lambda w: (w.attempts, w.read_ns, w.kind.value, w.device)
+        )
+        for waiting in order:
+            if end is None:
+                margin = min(READ_MARGIN_SECONDS, self._interval / 10)
+                left = (self._next_read_ns - clock.time_ns()) / _NS - margin
+            else:
+                left = end - clock.monotonic()
+            if left < MIN_PUSH_SECONDS:
+                self._send_ns = self._next_read_ns
+                return False
+            error = self._push(waiting, min(left, self._parts.push_timeout_seconds))
+            key = (waiting.kind, waiting.device)
+            if error is None:
+                del self._waiting[key]
+                continue
+            stored = False
+            waiting.attempts += 1
+            if not self._again(waiting, error):
+                self._drop(key, error.reason)
+            elif end is None:
+                return False  # the others would meet the same server
+        return stored
+
+    def _push(self, waiting: _Waiting, deadline_seconds: float) -> PushError | None:
+        parts = self._parts
+        begin = parts.clock.monotonic()
+        try:
+            if parts.sink is not None:
+                parts.sink.push(waiting.data, waiting.kind, waiting.device, deadline_seconds)
+        except PushError as failure:
+            error: PushError | None = failure
+        except Exception as failure:
+            error = PushError(_text(failure), reason="error")
+        else:
+            error = None
+        finally:
+            parts.counters.add("exporter_runs", stage="push")
+            parts.counters.add("exporter_seconds", parts.clock.monotonic() - begin, stage="push")
+        if error is None:
+            self._failures = 0
+            now = parts.clock.time_ns() / _NS
+            parts.counters.set("last_push_timestamp_seconds", now, kind=waiting.kind.value)
+            self._notices.recovered("push")
+        else:
+            self._failures += 1
+            self._limited |= error.reason == "rate_limited"
+            self._failed("push", error, error.reason)
+        return error
+
+    def _again(self, waiting: _Waiting, error: PushError) -> bool:
+        """Whether this profile is tried once more, and from when on."""
+        now = self._parts.clock.time_ns()
+        delay = self._backoff.delay(self._failures, error.retry_after_seconds)
+        then = now + int(delay * _NS)
+        if (
+            not error.retryable
+            or waiting.attempts >= MAX_ATTEMPTS
+            or then >= self._next_read_ns
+            or then - waiting.read_ns > MAX_AGE_SECONDS * _NS
+        ):
+            return False
+        self._send_ns = then
+        return True
+
+    def _drop(self, key: tuple[ProfileKind, int], reason: str) -> None:
+        del self._waiting[key]
+        self._parts.counters.add("exporter_dropped", reason=reason)
+
+    def _failed(self, stage: str, error: Exception, reason: str = "") -> None:
+        self._parts.counters.add("exporter_errors", stage=stage)
+        self._notices.failed(stage, reason or type(error).__name__, _text(error))
+
+
+class _Notices:
+    """Logs the first, tenth, hundredth failure of a kind, and when it is over."""
+
+    def __init__(self) -> None:
+        self._counts: dict[tuple[str, str], int] = {}
+        self._failing: dict[str, int] = {}
+        self._told: set[str] = set()
+
+    def failed(self, stage: str, kind: str, text: str) -> None:
+        count = self._counts[stage, kind] = self._counts.get((stage, kind), 0) + 1
+        self._failing[stage] = self._failing.get(stage, 0) + 1
+        if str(count).strip("0") == "1":
+            self._told.add(stage)
+            times = f" {count} times" if count > 1 else ""
+            _log.warning("%s failed%s: %s (more like it are only counted)", stage, times, text)
+
+    def recovered(self, stage: str) -> None:
+        if stage in self._told:
+            self._told.remove(stage)
+            _log.info("%s works again after %d failures", stage, self._failing.pop(stage))
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, GpumemError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"[:200]

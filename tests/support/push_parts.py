@@ -1,0 +1,118 @@
+"""Stand-ins for what the pusher is handed: a clock, a reader, a sink."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpumem_otel.config import ProfileConfig
+from gpumem_otel.core.counters import Counters
+from gpumem_otel.core.model import (
+    Frame,
+    HeapProfile,
+    Identity,
+    ProfileKind,
+    Sample,
+    SourceStatus,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    import threading
+
+S = 1_000_000_000
+NOON = 1_700_000_040 * S
+"""A multiple of 60 s and of 15 s."""
+ARMED = SourceStatus(armed=True, supported=True, devices=(0,))
+
+
+class FakeClock:
+    """Moves when somebody waits, or when told."""
+
+    def __init__(self, start_ns: int = NOON + S) -> None:
+        self.now_ns = start_ns
+
+    def time_ns(self) -> int:
+        return self.now_ns
+
+    def monotonic(self) -> float:
+        return self.now_ns / S
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        if not event.is_set():
+            self.now_ns += round(seconds * S)
+        return event.is_set()
+
+    def pass_seconds(self, seconds: float) -> None:
+        self.now_ns += round(seconds * S)
+
+    @property
+    def since_noon(self) -> float:
+        return (self.now_ns - NOON) / S
+
+
+def profile(size: int, device: int = 0, kind: ProfileKind = ProfileKind.LIVE) -> HeapProfile:
+    return HeapProfile(kind, device, (Sample((Frame("f"),), 1, size),))
+
+
+class FakeReader:
+    """Counts its readings: the n-th live profile holds n bytes on each device."""
+
+    def __init__(self, clock: FakeClock, devices: tuple[int, ...] = (0,)) -> None:
+        self.clock = clock
+        self.devices = devices
+        self.readings: list[tuple[str, float]] = []
+        self.error: Exception | None = None
+        self.windows: list[float] = []
+
+    def live(self) -> tuple[HeapProfile, ...]:
+        self.readings.append(("live", self.clock.since_noon))
+        return self._made(ProfileKind.LIVE)
+
+    def allocated(self, seconds: float, stop: threading.Event) -> tuple[HeapProfile, ...]:
+        self.readings.append(("allocated", self.clock.since_noon))
+        self.windows.append(seconds)
+        self.clock.wait(stop, seconds)
+        return self._made(ProfileKind.ALLOCATED)
+
+    def _made(self, kind: ProfileKind) -> tuple[HeapProfile, ...]:
+        if self.error:
+            raise self.error
+        number = sum(name == kind.value for name, _ in self.readings)
+        return tuple(profile(number, device, kind) for device in self.devices)
+
+
+class FakeSink:
+    """Notes what arrives; raises what `errors` holds first."""
+
+    def __init__(self, clock: FakeClock, *, seconds: float = 0.0) -> None:
+        self.clock = clock
+        self.seconds = seconds
+        self.errors: list[Exception] = []
+        self.tried: list[tuple[str, float, float]] = []
+        self.stored: list[bytes] = []
+
+    def push(self, data: bytes, kind: ProfileKind, device: int, deadline_seconds: float) -> None:
+        self.tried.append((f"{kind.value}{device}", self.clock.since_noon, deadline_seconds))
+        self.clock.pass_seconds(min(self.seconds, deadline_seconds))
+        if self.errors:
+            raise self.errors.pop(0)
+        self.stored.append(data)
+
+
+def encode(made: HeapProfile) -> bytes:
+    return f"{made.kind.value} {made.device}: {made.total_bytes}".encode()
+
+
+def parts(clock: FakeClock, reader: FakeReader, sink: FakeSink | None, **more) -> dict:
+    """Keyword arguments of Pusher and Parts; rank 0 of run "r" unless said."""
+    identity = Identity(service_name="s", run_id="r")
+    return {
+        "reader": reader,
+        "sink": sink,
+        "encode": encode,
+        "config": ProfileConfig(),
+        "counters": Counters(),
+        "clock": clock,
+        "identity": lambda: identity,
+        "status": lambda: ARMED,
+        **more,
+    }

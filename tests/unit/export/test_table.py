@@ -1,0 +1,305 @@
+"""The METRICS table: names, levels, identity, books that close."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support import observations as obs
+
+from gpumem_otel.core.model import SourceStatus, StepStats
+from gpumem_otel.export.table import METRICS, Kind, Level, rows, shown
+
+NAMES = tuple(
+    re.findall(
+        r"\S+",
+        """
+gpumem_target_info
+gpumem_allocated_bytes gpumem_requested_bytes gpumem_active_bytes gpumem_reserved_bytes
+gpumem_limit_bytes gpumem_allocated_peak_bytes gpumem_reserved_peak_bytes gpumem_cached_bytes
+gpumem_pool_reserved_bytes gpumem_outside_bytes gpumem_fragmentation_ratio gpumem_segments
+gpumem_blocks gpumem_stackless_bytes gpumem_host_pinned_bytes
+hw_gpu_memory_limit_bytes hw_gpu_memory_usage_bytes
+gpumem_ooms_total gpumem_alloc_retries_total gpumem_allocations_total
+gpumem_allocation_bytes_total
+gpumem_steps_total gpumem_last_step_timestamp_seconds gpumem_step_floor_bytes
+gpumem_supported gpumem_exporter_seconds_total gpumem_exporter_runs_total
+gpumem_exporter_stall_seconds_total gpumem_exporter_pushed_bytes_total
+gpumem_last_push_timestamp_seconds gpumem_exporter_dropped_total gpumem_exporter_errors_total
+gpumem_exporter_history_overflow_total
+""",
+    )
+)
+
+OF_THE_SCRAPER = {
+    "job", "instance", "pod", "namespace", "container", "service", "endpoint",
+}  # fmt: skip
+
+LATER = {
+    Level.MINIMAL: 1,  # the yield state
+    Level.STANDARD: 8,  # tensor classes
+    Level.FULL: 12 + 3 + 8,  # tensor classes, causes of outside, yield
+}
+"""Series of rows that are not there yet, per rank and device."""
+
+LIMITS = {Level.MINIMAL: 12, Level.STANDARD: 25, Level.FULL: 80}
+
+
+def series(observation, level=Level.FULL) -> dict[str, dict[tuple, float]]:
+    """name -> (sorted attributes) -> value."""
+    found: dict[str, dict[tuple, float]] = {}
+    for metric, attributes, value in rows(observation, level):
+        key = tuple(sorted(attributes.items()))
+        assert key not in found.setdefault(metric.prometheus, {})
+        found[metric.prometheus][key] = value
+    return found
+
+
+def by(observation, name: str, attribute: str, level=Level.FULL) -> dict[str, float]:
+    return {dict(key)[attribute]: v for key, v in series(observation, level)[name].items()}
+
+
+def only(observation, name: str, level=Level.FULL) -> float:
+    (value,) = series(observation, level)[name].values()
+    return value
+
+
+def test_names_are_those_of_the_design():
+    assert tuple(metric.prometheus for metric in METRICS) == NAMES
+
+
+@pytest.mark.parametrize("metric", METRICS, ids=lambda m: m.prometheus)
+def test_every_translator_makes_the_same_name(metric):
+    assert metric.prometheus == obs.translated(
+        metric.name,
+        metric.unit,
+        monotonic=metric.kind is Kind.COUNTER,
+        gauge=metric.kind is Kind.GAUGE,
+    )
+
+
+@pytest.mark.parametrize("level", Level)
+def test_a_level_holds_at_most_its_series(level):
+    """Counted per rank and device, on the device that carries the rows of the process too."""
+    count = Counter(
+        (attributes["rank"], attributes["device"])
+        for _, attributes, _ in rows(obs.full((0, 1)), level)
+    )
+    assert max(count.values()) + LATER[level] <= LIMITS[level]
+    assert (
+        count
+        == {
+            Level.MINIMAL: {("3", "0"): 11, ("3", "1"): 7},
+            Level.STANDARD: {("3", "0"): 17, ("3", "1"): 13},
+            Level.FULL: {("3", "0"): 57, ("3", "1"): 26},
+        }[level]
+    )
+
+
+def test_levels_nest():
+    assert set(shown(Level.MINIMAL)) < set(shown(Level.STANDARD)) < set(shown(Level.FULL))
+    assert shown(Level.FULL) == METRICS
+
+
+@pytest.mark.parametrize("level", Level)
+def test_every_row_carries_rank_and_device_and_its_own_attributes_alone(level):
+    for metric, attributes, _ in rows(obs.full((0, 1)), level):
+        own = metric.attributes if level.holds(metric.detail) else ()
+        assert set(attributes) == {"rank", "device", *own}, metric.prometheus
+        assert not OF_THE_SCRAPER & set(attributes)
+        assert all(isinstance(value, str) for value in attributes.values())
+
+
+def test_target_info_holds_the_identity():
+    assert series(obs.full((0,)))["gpumem_target_info"] == {
+        (
+            ("device", "0"),
+            ("gpu_uuid", obs.UUID[:-1] + "0"),
+            ("local_rank", "0"),
+            ("node", "node-a"),
+            ("rank", "3"),
+            ("restart", "2"),
+            ("run_id", "run-7"),
+            ("world_size", "8"),
+        ): 1
+    }
+
+
+def test_rows_of_the_process_carry_the_lowest_armed_device():
+    observation = obs.full((2, 5), status=SourceStatus(armed=True, supported=True, devices=(2, 5)))
+    for name in ("gpumem_steps_total", "gpumem_supported", "gpumem_host_pinned_bytes"):
+        assert {dict(key)["device"] for key in series(observation)[name]} == {"2"}
+
+
+def test_without_a_device_there_is_no_row():
+    nothing = obs.full(
+        (),
+        status=SourceStatus(armed=False, supported=False, reason="no_cuda"),
+        devices=(),
+        books={},
+    )
+    assert series(nothing) == {}
+
+
+def test_events_are_zero_from_the_first_moment():
+    found = series(obs.bare())
+    for name in NAMES:
+        if name.endswith("_total"):
+            assert set(found[name].values()) == {0}, name
+    assert by(obs.bare(), "gpumem_exporter_dropped_total", "reason") == {
+        "connect": 0, "timeout": 0, "rate_limited": 0, "rejected": 0, "other": 0,
+    }  # fmt: skip
+    assert by(obs.bare(), "gpumem_exporter_errors_total", "stage") == {
+        "read": 0, "push": 0, "listen": 0, "other": 0,
+    }  # fmt: skip
+    assert only(obs.bare(), "gpumem_exporter_dropped_total", Level.MINIMAL) == 0
+
+
+def test_what_is_not_known_has_no_row():
+    found = series(obs.bare())
+    assert "gpumem_limit_bytes" not in found
+    assert "gpumem_outside_bytes" not in found
+    assert "gpumem_host_pinned_bytes" not in found
+    assert "hw_gpu_memory_limit_bytes" not in found
+    assert "gpumem_blocks" not in found
+    assert "gpumem_pool_reserved_bytes" not in found
+    assert "gpumem_last_step_timestamp_seconds" not in found
+    assert "gpumem_step_floor_bytes" not in found
+    assert "gpumem_last_push_timestamp_seconds" not in found
+
+
+def test_counters_beyond_the_fixed_list_are_in_other():
+    observation = obs.full()
+    assert by(observation, "gpumem_exporter_dropped_total", "reason") == {
+        "connect": 2, "timeout": 0, "rate_limited": 0, "rejected": 0, "other": 3,
+    }  # fmt: skip
+    assert only(observation, "gpumem_exporter_dropped_total", Level.STANDARD) == 5
+    assert by(observation, "gpumem_exporter_errors_total", "stage") == {
+        "read": 1, "push": 0, "listen": 4, "other": 1,
+    }  # fmt: skip
+    assert by(observation, "gpumem_exporter_seconds_total", "stage") == {
+        "read": 0.25, "encode": 0, "push": 0, "other": 1.5,
+    }  # fmt: skip
+    assert only(observation, "gpumem_exporter_stall_seconds_total") == 0.125
+    assert only(observation, "gpumem_exporter_pushed_bytes_total") == 1_234_567
+
+
+def test_cached_is_told_apart():
+    assert by(obs.full(), "gpumem_cached_bytes", "cause") == {
+        "waiting_for_stream": 300_000_000,
+        "split_remainders": 400_000_000,
+        "private_pools": 100_000_000,
+        "free_segments": 1_200_000_000,
+    }
+    assert only(obs.full(), "gpumem_fragmentation_ratio") == 0.05
+
+
+def test_cached_without_a_read_out_uses_the_allocators_own_counter():
+    assert by(obs.full(books={}), "gpumem_cached_bytes", "cause") == {
+        "waiting_for_stream": 300_000_000,
+        "split_remainders": 300_000_000,
+        "private_pools": 0,
+        "free_segments": 1_400_000_000,
+    }
+
+
+SIZES = st.integers(min_value=0, max_value=1 << 40)
+
+
+@given(
+    allocated=SIZES,
+    pending=SIZES,
+    free=SIZES,
+    splits=SIZES,
+    pools=SIZES,
+    remainders=SIZES,
+    read_out=st.booleans(),
+)
+def test_cached_always_sums_to_reserved_less_allocated(  # noqa: PLR0917 - drawn by hypothesis
+    allocated, pending, free, splits, pools, remainders, read_out
+):
+    """However old the read-out is: no cause is negative, and together they close the books."""
+    now = obs.stats(
+        allocated_bytes=allocated,
+        active_bytes=allocated + pending,
+        reserved_bytes=allocated + pending + free,
+        inactive_split_bytes=splits,
+    )
+    old = obs.books(split_remainder_bytes=remainders, private_pool_free_bytes=pools)
+    observation = obs.full(devices=(now,), books={0: old} if read_out else {})
+    found = by(observation, "gpumem_cached_bytes", "cause")
+    assert sum(found.values()) == now.reserved_bytes - now.allocated_bytes
+    assert min(found.values()) >= 0
+    assert found["waiting_for_stream"] == pending
+    assert 0 <= only(observation, "gpumem_fragmentation_ratio") <= 1
+
+
+def test_outside_closes_the_device():
+    assert by(obs.full(), "gpumem_outside_bytes", "cause") == {"unknown": 1_000_000_000}
+    raced = obs.full(devices=(obs.stats(device_used_bytes=7_999_000_000),))
+    assert by(raced, "gpumem_outside_bytes", "cause") == {"unknown": 0}
+
+
+def test_pools_show_three_and_the_rest():
+    found = by(obs.full(), "gpumem_pool_reserved_bytes", "pool")
+    assert found == {
+        "default": 5_000_000_000,
+        "private_0_1": 1_500_000_000,
+        "private_0_2": 1_000_000_000,
+        "other": 500_000_000,
+    }
+    assert sum(found.values()) == obs.books().reserved_bytes
+    plain = obs.full(books={0: obs.books(pool_reserved_bytes={(0, 0): 7})})
+    assert by(plain, "gpumem_pool_reserved_bytes", "pool") == {"default": 7}
+
+
+@pytest.mark.parametrize("reason", ["allocator_backend", "no_caching"])
+def test_another_allocator_has_no_false_zeros(reason):
+    """Only the device and ourselves are exported, and that profiles can not be had."""
+    status = SourceStatus(armed=True, supported=False, reason=reason, devices=(0,))
+    observation = obs.full(status=status)
+    found = series(observation)
+    assert not {"gpumem_allocated_bytes", "gpumem_reserved_bytes", "gpumem_cached_bytes",
+                "gpumem_ooms_total", "gpumem_outside_bytes"} & set(found)  # fmt: skip
+    assert by(observation, "gpumem_supported", "reason") == {reason: 0}
+    assert only(observation, "hw_gpu_memory_usage_bytes") == 9_000_000_000
+
+
+def test_supported_without_a_reason_says_none():
+    assert by(obs.full(), "gpumem_supported", "reason") == {"none": 1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "speaking"),
+    [
+        ({"world_size": 1, "device_uuids": {0: "GPU-a", 1: "GPU-b"}}, {"0", "1"}),
+        ({"local_rank": 1, "device_uuids": {0: "GPU-a", 1: "GPU-b"}}, {"1"}),
+        ({"local_rank": 2, "device_uuids": {0: "GPU-a", 1: "GPU-b"}}, set()),
+        ({"local_rank": 5, "device_uuids": {0: "GPU-a"}}, {"0"}),
+        ({"local_rank": 0, "device_uuids": {}}, set()),
+    ],
+    ids=["alone", "own device", "somebody else's devices", "uses one GPU only", "no uuid"],
+)
+def test_one_rank_speaks_for_a_gpu(changes, speaking):
+    observation = obs.full((0, 1), identity=obs.identity(**changes))
+    found = series(observation).get("hw_gpu_memory_usage_bytes", {})
+    assert {dict(key)["device"] for key in found} == speaking
+    assert all(dict(key)["hw.id"].startswith("GPU-") for key in found)
+
+
+def test_steps_of_devices_that_are_not_armed_are_left_out():
+    strange = replace(obs.full().steps, floor_bytes={0: 1, 7: 2})
+    assert by(obs.full(steps=strange), "gpumem_step_floor_bytes", "device") == {"0": 1}
+    assert "gpumem_step_floor_bytes" not in series(obs.full(steps=StepStats()))
+    assert only(obs.full(), "gpumem_last_step_timestamp_seconds") == 1_790_000_000.25
+
+
+def test_help_says_something_and_fits_a_line():
+    for metric in METRICS:
+        assert metric.help.endswith(".")
+        assert metric.help.isascii()
+        assert "\n" not in metric.help
