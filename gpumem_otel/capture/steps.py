@@ -1,0 +1,177 @@
+"""Counts optimizer steps, where a step is one turn of the training loop.
+
+torch calls its global optimizer hooks more often than that: twice for ZeroRedundancyOptimizer and
+for subclasses that call `super().step`, once per parameter inside backward for
+`_apply_optimizer_in_backward`, while a compiled step is traced; and not at all when GradScaler
+skips a step or the compiled step runs. So only the outermost step of a thread counts, never one
+inside backward, never a traced one, and where several optimizers step, only the first of them
+does. Whoever needs more calls `step()`, which turns the hooks off.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+import weakref
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
+
+from gpumem_otel.core.model import StepStats
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import FrameType
+
+__all__ = ["StepCounter"]
+
+_log = logging.getLogger("gpumem_otel.capture")
+
+_MIN_FLOOR_SECONDS: Final = 0.05
+_FLOOR_COST_FACTOR: Final = 500.0
+_LEADER_IS_GONE_AFTER: Final = 10_000
+
+
+class StepCounter:
+    """Steps of this process, and what was allocated at the last step boundary.
+
+    The hooks take a microsecond or two of the job's thread. Reading what is allocated takes 11 us
+    per device, so it is done at most 20 times a second and for at most 1/500 of the time: the
+    floor is that of a step boundary at most 50 ms (or 500 times its cost) old.
+
+    Args:
+        allocated: bytes allocated now by device; must not raise.
+        time_ns: wall clock, nanoseconds since 1970.
+        monotonic: seconds of a clock that never goes back.
+    """
+
+    def __init__(
+        self,
+        allocated: Callable[[], Mapping[int, int]] | None = None,
+        *,
+        time_ns: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._allocated = allocated
+        self._time_ns = time_ns
+        self._monotonic = monotonic
+        self._handles: list[Any] = []
+        self._active = False
+        self._explicit = False
+        self._steps = 0
+        self._last_step_time_ns = 0
+        self._floor: Mapping[int, int] = {}
+        self._next_floor = float("-inf")
+        self._leader: Callable[[], object] | None = None
+        self._others = 0
+        self._said_several = False
+
+    def start(self) -> None:
+        """Register the hooks, if torch's optimizers are loaded. Call it on the job's thread."""
+        optimizer = sys.modules.get("torch.optim.optimizer")
+        torch: Any = sys.modules.get("torch")
+        if self._active or optimizer is None or torch is None:
+            return
+        before, after = self._hooks(torch)
+        self._active = True
+        self._handles = [
+            optimizer.register_optimizer_step_pre_hook(before),
+            optimizer.register_optimizer_step_post_hook(after),
+        ]
+
+    def stop(self) -> None:
+        """Remove the hooks."""
+        self._active = False
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        self._leader = None
+
+    def step(self) -> None:
+        """Mark the end of a step by hand; from the first call on the hooks count no more."""
+        self._explicit = True
+        self._add()
+
+    def stats(self) -> StepStats:
+        """Steps so far; the floor of torn reads is never mixed: it is replaced as a whole."""
+        return StepStats(
+            steps=self._steps,
+            last_step_time_ns=self._last_step_time_ns,
+            floor_bytes=MappingProxyType(dict(self._floor)),
+        )
+
+    def _hooks(self, torch: Any) -> tuple[Callable[..., None], Callable[..., None]]:
+        # plain functions over local names: the tracer of torch.compile follows them, and must
+        # see nothing but the first line
+        is_compiling = torch.compiler.is_compiling
+        graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # noqa: SLF001
+        local = threading.local()
+
+        def before(optimizer: object, args: object, kwargs: object) -> None:  # noqa: ARG001
+            if is_compiling():
+                return
+            depth = getattr(local, "depth", 0)
+            # a step that raised has left its depth behind: see whether one is really under way
+            if depth and not _within_step(sys._getframe(1)):  # noqa: SLF001
+                depth = 0
+            local.depth = depth + 1
+
+        def after(optimizer: object, args: object, kwargs: object) -> None:  # noqa: ARG001
+            if is_compiling():
+                return
+            depth = getattr(local, "depth", 0) - 1
+            local.depth = max(depth, 0)
+            if depth <= 0 and self._active and not self._explicit and graph_task_id() == -1:
+                self._stepped(optimizer)
+
+        return before, after
+
+    def _stepped(self, optimizer: object) -> None:
+        try:
+            leader = self._leader() if self._leader is not None else None
+            if leader is None:
+                self._leader = weakref.ref(optimizer)
+            elif leader is not optimizer:
+                self._another(optimizer)
+                return
+            self._others = 0
+            self._add()
+        except Exception:
+            self._active = False
+            _log.warning("steps are counted no more", exc_info=True)
+
+    def _another(self, optimizer: object) -> None:
+        self._others += 1
+        if not self._said_several:
+            self._said_several = True
+            _log.info(
+                "several optimizers step: steps are those of the first one; "
+                "call gpumem_otel.step() once per iteration to count something else"
+            )
+        if self._others >= _LEADER_IS_GONE_AFTER:
+            self._others = 0
+            self._leader = weakref.ref(optimizer)
+
+    def _add(self) -> None:
+        self._steps += 1
+        self._last_step_time_ns = self._time_ns()
+        if self._allocated is None:
+            return
+        started = self._monotonic()
+        if started < self._next_floor:
+            return
+        self._floor = self._allocated() or self._floor
+        ended = self._monotonic()
+        self._next_floor = ended + max(_MIN_FLOOR_SECONDS, (ended - started) * _FLOOR_COST_FACTOR)
+
+
+def _within_step(wrapper: FrameType) -> bool:
+    """Whether a frame further out runs the same code as this one: torch's wrapper of `step`."""
+    code = wrapper.f_code
+    frame = wrapper.f_back
+    while frame is not None:
+        if frame.f_code is code:
+            return True
+        frame = frame.f_back
+    return False
