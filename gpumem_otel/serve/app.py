@@ -1,0 +1,213 @@
+"""The routes of the read listener; handlers are request -> response functions.
+
+    GET /                       links, for people
+    GET /metrics                Prometheus exposition
+    GET /debug/pprof/gpumem     gzipped pprof; ?device=N ?kind=live|allocated ?seconds=N
+    GET /healthz                JSON about the exporter
+
+HEAD works on each. Whatever may block runs on a daemon thread of ours, never in the pool that
+starlette would use for a plain function: its threads are joined when the job ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import html
+import json
+import re
+import threading
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gpumem_otel.errors import ConfigError, GpumemError
+from gpumem_otel.serve.query import profile_query
+from gpumem_otel.serve.workers import Workers
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.types import ASGIApp
+
+    from gpumem_otel.serve.deps import AppDeps
+    from gpumem_otel.serve.query import ProfileQuery
+
+__all__ = ["MAX_PROFILES", "accepts_gzip", "build_app"]
+
+MAX_PROFILES: Final = 2
+"""Profiles made at once: each holds the interpreter lock for a while."""
+
+_GZIP_FROM_BYTES: Final = 512
+
+_GZIP_LEVEL: Final = 5
+
+_PAGE: Final = """<!DOCTYPE html>
+<html lang="en"><head><meta charset="utf-8"><title>gpumem-otel {name}</title></head>
+<body><h1>GPU memory of {name}</h1><ul>
+<li><a href="metrics">/metrics</a>: Prometheus exposition</li>
+<li><a href="debug/pprof/gpumem">/debug/pprof/gpumem</a>: what is alive now, gzipped pprof</li>
+<li><a href="debug/pprof/gpumem?seconds=5">/debug/pprof/gpumem?seconds=5</a>: allocations of the
+next five seconds; <code>device=N</code> for one device</li>
+<li><a href="healthz">/healthz</a>: state of the exporter, no liveness probe</li>
+</ul></body></html>
+"""
+
+
+def build_app(deps: AppDeps, workers: Workers | None = None) -> ASGIApp:
+    """The routes, without the checks of `Guard`.
+
+    Args:
+        deps: where the answers come from.
+        workers: who runs blocking calls; the listener stops and joins it.
+    """
+    api = _Api(deps, workers or Workers())
+    app = Starlette(
+        routes=[
+            Route("/", api.index),
+            Route("/metrics", api.metrics),
+            Route("/debug/pprof/gpumem", api.profile),
+            Route("/healthz", api.healthz),
+        ],
+        exception_handlers={HTTPException: _http_error},
+    )
+    # A redirect would repeat the Host header in its Location.
+    app.router.redirect_slashes = False
+    return app
+
+
+class _Api:
+    """The handlers. Used by the thread of the event loop alone."""
+
+    def __init__(self, deps: AppDeps, workers: Workers) -> None:
+        self._deps = deps
+        self._workers = workers
+        self._profiles = 0
+
+    async def index(self, _request: Request) -> Response:
+        """Links to the rest."""
+        name = html.escape(self._deps.service_name or "this process")
+        policy = {"content-security-policy": "default-src 'none'"}
+        return Response(_PAGE.format(name=name), media_type="text/html", headers=policy)
+
+    async def metrics(self, request: Request) -> Response:
+        """The exposition, gzipped for who takes it."""
+        accept = request.headers.get("accept", "")
+        zipped = accepts_gzip(request.headers.get("accept-encoding", ""))
+        kind, body, is_zipped = await self._workers.start(partial(self._exposition, accept, zipped))
+        headers = {"content-type": kind, "vary": "Accept, Accept-Encoding"}
+        if is_zipped:
+            headers["content-encoding"] = "gzip"
+        return Response(body, headers=headers)
+
+    def _exposition(self, accept: str, zipped: bool) -> tuple[str, bytes, bool]:
+        kind, body = self._deps.metrics(accept)
+        if not zipped or len(body) < _GZIP_FROM_BYTES:
+            return kind, body, False
+        return kind, gzip.compress(body, _GZIP_LEVEL, mtime=0), True
+
+    async def healthz(self, _request: Request) -> Response:
+        """State of the exporter: 200 where nothing is wrong, else 503 and the reasons.
+
+        No liveness probe: a job whose exporter has a problem must not be restarted for it.
+        """
+        health = await self._workers.start(self._deps.health)
+        body = {
+            "ok": health.ok,
+            "reasons": list(health.reasons),
+            "ages_seconds": {name: round(age, 3) for name, age in sorted(health.ages.items())},
+        }
+        status = 200 if health.ok else 503
+        return Response(json.dumps(body) + "\n", status_code=status, media_type="application/json")
+
+    async def profile(self, request: Request) -> Response:
+        """One gzipped pprof; never 204, which scrapers take for an error."""
+        try:
+            query = profile_query(request.query_params.multi_items())
+        except ValueError as exc:
+            return _line(400, str(exc))
+        if request.method == "HEAD":
+            return self._pprof(b"", query)  # nobody reads a profile made for this
+        if self._profiles >= MAX_PROFILES:
+            return _line(503, "other profiles are being made", retry_after=5)
+        stop = threading.Event()
+        call = partial(self._deps.profile, query.kind, query.device, query.seconds, stop)
+        making = self._workers.start(call, stop)
+        self._profiles += 1
+        making.add_done_callback(self._profile_done)
+        gone = asyncio.ensure_future(_gone(request))
+        first: set[asyncio.Future[Any]] = {making, gone}
+        try:
+            await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            # Ends the window of a client that went away; its place is free when the call ends.
+            stop.set()
+        if not making.done():
+            return _line(503, "the client went away")
+        error = making.exception()
+        if error is None:
+            return self._pprof(making.result(), query)
+        if isinstance(error, (ValueError, ConfigError)):
+            return _line(400, str(error))
+        if isinstance(error, GpumemError):
+            return _line(503, str(error), retry_after=5)
+        raise error
+
+    def _profile_done(self, making: asyncio.Future[bytes]) -> None:
+        self._profiles -= 1
+        if not making.cancelled():
+            making.exception()  # looked at, so that asyncio does not complain about it
+
+    def _pprof(self, body: bytes, query: ProfileQuery) -> Response:
+        service = re.sub(r"[^A-Za-z0-9._-]", "_", self._deps.service_name)[:64] or "gpumem"
+        device = "" if query.device is None else f"-device{query.device}"
+        name = f"{service}-{query.kind.value}{device}.pb.gz"
+        # The body is a gzip file, not a gzipped transfer: no Content-Encoding.
+        response = Response(
+            body,
+            media_type="application/octet-stream",
+            headers={"content-disposition": f'attachment; filename="{name}"'},
+        )
+        if not body:
+            del response.headers["content-length"]  # HEAD must not promise an empty profile
+        return response
+
+
+async def _gone(request: Request) -> None:
+    """Return once the client has closed the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _http_error(_request: Request, exc: Exception) -> Response:
+    status = exc.status_code if isinstance(exc, HTTPException) else 500
+    if status == 405:  # noqa: PLR2004  RFC 9110, 15.5.6
+        return _line(405, "GET and HEAD only", allow="GET, HEAD")
+    known = "/metrics, /debug/pprof/gpumem, /healthz"
+    return _line(status, f"nothing is served here, only {known}")
+
+
+def _line(status: int, text: str, *, retry_after: int | None = None, allow: str = "") -> Response:
+    """An error as one line of plain text."""
+    headers = {"allow": allow} if allow else {}
+    if retry_after is not None:
+        headers["retry-after"] = str(retry_after)
+    line = " ".join(text.split())[:500] + "\n"
+    return Response(line, status_code=status, media_type="text/plain", headers=headers)
+
+
+def accepts_gzip(header: str) -> bool:
+    """Whether an Accept-Encoding header takes gzip (RFC 9110, 12.5.3)."""
+    weights: dict[str, float] = {}
+    for part in header.lower().split(","):
+        coding, _, parameters = part.partition(";")
+        name, _, value = parameters.strip().partition("=")
+        try:
+            weights[coding.strip()] = float(value) if name.strip() == "q" else 1.0
+        except ValueError:
+            weights[coding.strip()] = 0.0
+    return weights.get("gzip", weights.get("*", 0.0)) > 0

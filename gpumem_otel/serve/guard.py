@@ -1,0 +1,161 @@
+"""What every request passes before a handler sees it: count, Host, token, body.
+
+Pure ASGI, so that it also holds for paths that no route has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from gpumem_otel.serve.hosts import host_name, machine_names
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, MutableMapping
+
+    from gpumem_otel.core.counters import Counters
+    from gpumem_otel.serve.hosts import HostNames
+    from gpumem_otel.serve.tokens import Tokens
+    from gpumem_otel.serve.workers import Workers
+
+    Message: TypeAlias = MutableMapping[str, Any]
+    Scope: TypeAlias = MutableMapping[str, Any]
+    Receive: TypeAlias = Callable[[], Awaitable[Message]]
+    Send: TypeAlias = Callable[[Message], Awaitable[None]]
+    App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+__all__ = ["MAX_BODY_BYTES", "MAX_REQUESTS", "Guard"]
+
+_log = logging.getLogger("gpumem_otel.serve")
+
+MAX_REQUESTS: Final = 16
+"""Requests at work at once; the next is answered 503."""
+
+MAX_BODY_BYTES: Final = 4096
+"""No route reads a body; some clients send a small one all the same."""
+
+_LENGTH_DIGITS: Final = 12
+
+_RESOLVE_SECONDS: Final = 2.0
+
+_ALWAYS: Final = (
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+)
+
+
+class Guard:
+    """ASGI middleware of the listener."""
+
+    def __init__(
+        self, app: App, *, hosts: HostNames, tokens: Tokens, workers: Workers, counters: Counters
+    ) -> None:
+        self._app = app
+        self._hosts = hosts
+        self._tokens = tokens
+        self._workers = workers
+        self._counters = counters
+        self._running = 0
+        self._logged: set[str] = set()
+        self._resolving: asyncio.Future[frozenset[str]] | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request; lifespan and websocket events are not served."""
+        if scope["type"] != "http":
+            return
+        started = False
+
+        async def send_on(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                own = [(b"date", formatdate(usegmt=True).encode()), *_ALWAYS]
+                message["headers"] = own + list(message.get("headers", ()))
+            await send(message)
+
+        self._running += 1
+        try:
+            refusal = await self._refusal(scope)
+            if refusal is not None:
+                await _answer(send_on, scope, *refusal)
+            else:
+                await self._app(scope, receive, send_on)
+        except Exception as exc:
+            self._failed(exc)
+            if not started:
+                await _answer(send_on, scope, 500, "internal error", ())
+        finally:
+            self._running -= 1
+
+    async def _refusal(self, scope: Scope) -> _Refusal | None:
+        headers: dict[bytes, bytes] = dict(scope["headers"])
+        if self._running > MAX_REQUESTS:
+            return 503, "too many requests at once", ((b"retry-after", b"1"),)
+        host = headers.get(b"host")
+        # Only HTTP/1.0 goes without a Host, and no browser speaks it.
+        if host is not None and not await self._allows(host.decode("latin-1"), scope):
+            return (
+                421,
+                "this Host is not served here: GPUMEM_OTEL_ALLOWED_HOSTS lists further ones",
+                (),
+            )
+        if not self._tokens.accept(headers.get(b"authorization", b"").decode("latin-1")):
+            challenge = (b"www-authenticate", b'Bearer realm="gpumem-otel"')
+            return 401, "a bearer token is needed", (challenge,)
+        if b"transfer-encoding" in headers or _length(headers) > MAX_BODY_BYTES:
+            return 413, "no body is read here", ((b"connection", b"close"),)
+        return None
+
+    async def _allows(self, header: str, scope: Scope) -> bool:
+        server = scope.get("server") or ("", None)
+        name = host_name(header)
+        if self._hosts.allows(name, server[0]):
+            return True
+        if not name or self._hosts.learned:
+            return False
+        await self._learn()
+        return self._hosts.allows(name, server[0])
+
+    async def _learn(self) -> None:
+        """Ask the resolver, once, who this machine is; a slow one is not waited for."""
+        if self._resolving is None:
+            self._resolving = self._workers.start(machine_names)
+        await asyncio.wait({self._resolving}, timeout=_RESOLVE_SECONDS)
+        if self._resolving.done() and not self._hosts.learned:
+            self._hosts.learn(self._resolving.result())
+
+    def _failed(self, exc: Exception) -> None:
+        self._counters.add("exporter_errors", stage="scrape")
+        kind = type(exc).__name__
+        if kind not in self._logged:
+            self._logged.add(kind)
+            _log.warning("a request failed (further ones are only counted)", exc_info=exc)
+
+
+_Refusal: TypeAlias = "tuple[int, str, tuple[tuple[bytes, bytes], ...]]"
+
+
+def _length(headers: dict[bytes, bytes]) -> int:
+    value = headers.get(b"content-length", b"0").strip()
+    short = value.isdigit() and len(value) <= _LENGTH_DIGITS
+    return int(value) if short else MAX_BODY_BYTES + 1
+
+
+async def _answer(
+    send: Send, scope: Scope, status: int, line: str, extra: tuple[tuple[bytes, bytes], ...]
+) -> None:
+    body = f"{line}\n".encode()
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [
+                (b"content-type", b"text/plain; charset=utf-8"),
+                (b"content-length", str(len(body)).encode()),
+                *extra,
+            ],
+        }
+    )
+    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})

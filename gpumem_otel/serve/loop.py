@@ -1,0 +1,267 @@
+"""One life of the listener: event loop, listening socket, connections; imported when it starts."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import selectors
+import socket
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from gpumem_otel.serve.protocol import protocol_factory
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
+    from gpumem_otel.serve.guard import App
+    from gpumem_otel.serve.protocol import LimitedProtocol
+    from gpumem_otel.serve.workers import Workers
+
+__all__ = ["HANDSHAKE_SECONDS", "MAX_CONNECTIONS", "ListenerLoop"]
+
+_log = logging.getLogger("gpumem_otel.serve")
+
+MAX_CONNECTIONS: Final = 64
+"""Open at once, handshakes included; the next is closed at once."""
+
+HANDSHAKE_SECONDS: Final = 2.0
+"""For a TLS handshake; handshakes run side by side."""
+
+_CLOSE_SECONDS: Final = 1.0
+"""For a TLS client to agree to a close."""
+
+_BACKLOG: Final = 64
+
+_FIRST_RETRY_SECONDS: Final = 0.25
+
+_LAST_RETRY_SECONDS: Final = 10.0
+
+_NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+
+_PAUSE_SECONDS: Final = 1.0
+
+
+class ListenerLoop:
+    """The thread and everything that it opens. Not reusable: one start, one stop."""
+
+    def __init__(
+        self,
+        app: App,
+        *,
+        host: str,
+        port: int,
+        tls: ssl.SSLContext | None,
+        workers: Workers,
+        on_bound: Callable[[ListenerLoop], None],
+        on_taken: Callable[[OSError], None],
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._tls = tls
+        self._workers = workers
+        self._on_bound = on_bound
+        self._on_taken = on_taken
+        self._selector = selectors.DefaultSelector()
+        # Never the loop policy: the job may have put uvloop there.
+        self._loop = asyncio.SelectorEventLoop(self._selector)
+        self._loop.set_debug(False)  # it would log into the job under -X dev
+        self._loop.set_exception_handler(_quiet)
+        self._connect = protocol_factory(app, self._loop)
+        self._stopping = asyncio.Event()
+        self._socket: socket.socket | None = None
+        self._clients: set[socket.socket] = set()
+        self._protocols: set[LimitedProtocol] = set()
+        self._handshakes: set[asyncio.Task[None]] = set()
+        self._left: list[Any] = []
+        self._thread = threading.Thread(target=self._run, name="gpumem-otel-listener", daemon=True)
+        self.address = ("", 0)
+
+    def start(self) -> None:
+        """Start the thread.
+
+        Raises:
+            RuntimeError: the process can not have another thread.
+        """
+        try:
+            self._thread.start()
+        except BaseException:
+            self._loop.close()
+            raise
+
+    def stop(self, deadline: float) -> None:
+        """Close everything and wait for the threads until a moment of `time.monotonic()`."""
+        self._workers.stop()
+        with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+            self._loop.call_soon_threadsafe(self._stopping.set)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+            self._workers.join(deadline)
+
+    def abandon(self) -> None:
+        """In a forked child: close the inherited descriptors without a word to the loop.
+
+        The epoll instance is shared with the parent: unregistering anything here would stop the
+        parent from serving it. Closing our descriptor of it changes nothing there.
+        """
+        # Kept alive, since the finalizers of transports warn about what is still open.
+        self._left = [key.data for key in self._selector.get_map().values()]
+        if self._socket is not None:
+            self._socket.close()
+        for client in list(self._clients):
+            client.close()
+        self._selector.close()
+
+    # Everything below runs on the thread.
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        except Exception:
+            _log.warning("the listener ended", exc_info=True)
+        finally:
+            if self._socket is not None:
+                self._socket.close()
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        listening = await self._listen()
+        if listening is None:
+            return
+        self._loop.add_reader(listening, self._accept, listening)
+        self._on_bound(self)
+        try:
+            await self._stopping.wait()
+        finally:
+            self._loop.remove_reader(listening)
+            listening.close()
+            await self._close_connections()
+
+    async def _listen(self) -> socket.socket | None:
+        """Bind, again and again until it works; None once stopped."""
+        delay = _FIRST_RETRY_SECONDS
+        while not self._stopping.is_set():
+            try:
+                return self._open()
+            except OSError as exc:
+                self._on_taken(exc)
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+            delay = min(2 * delay, _LAST_RETRY_SECONDS)
+        return None
+
+    def _open(self) -> socket.socket:
+        family, address = _resolve(self._host, self._port)
+        # Stored before it is bound, so that a child forked meanwhile closes it.
+        # With its protocol named, or asyncio leaves Nagle's algorithm on: 40 ms a request.
+        self._socket = listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        try:
+            # Lets a restarted job bind while connections of the old one linger. Two that listen
+            # still exclude one another, as they would not with SO_REUSEPORT.
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                both = address[0] == "::"
+                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if both else 1)
+            listening.setblocking(False)
+            listening.bind(address)
+            # Two sockets may be bound to the port by now; only one of them gets past this.
+            listening.listen(_BACKLOG)
+        except BaseException:
+            listening.close()
+            raise
+        bound = listening.getsockname()
+        self.address = (str(bound[0]), int(bound[1]))
+        return listening
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_BACKLOG):
+            try:
+                client, _ = listening.accept()
+            except OSError as exc:
+                if exc.errno in _NO_DESCRIPTORS:
+                    # The job has used up its descriptors: stand back instead of spinning.
+                    self._loop.remove_reader(listening)
+                    self._loop.call_later(_PAUSE_SECONDS, self._accept_again, listening)
+                return
+            if len(self._clients) >= MAX_CONNECTIONS:
+                client.close()
+                continue
+            self._clients.add(client)
+            client.setblocking(False)
+            task = self._loop.create_task(self._admit(client))
+            self._handshakes.add(task)
+            task.add_done_callback(self._handshakes.discard)
+
+    def _accept_again(self, listening: socket.socket) -> None:
+        if not self._stopping.is_set():
+            self._loop.add_reader(listening, self._accept, listening)
+
+    async def _admit(self, client: socket.socket) -> None:
+        """Hand one connection to the protocol, after its TLS handshake."""
+        limits: dict[str, Any] = {}
+        if self._tls is not None:
+            limits = {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_SECONDS}
+            if sys.version_info >= (3, 11):
+                limits["ssl_shutdown_timeout"] = _CLOSE_SECONDS
+        protocol: LimitedProtocol | None = None
+
+        def lost() -> None:
+            self._clients.discard(client)
+            if protocol is not None:
+                self._protocols.discard(protocol)
+
+        def connected() -> LimitedProtocol:
+            nonlocal protocol
+            protocol = self._connect(lost)
+            self._protocols.add(protocol)
+            return protocol
+
+        try:
+            await self._loop.connect_accepted_socket(connected, client, **limits)
+        except BaseException as exc:
+            lost()
+            # asyncio closes it in the next round of the loop, unless it never took it over.
+            self._loop.call_soon(client.close)
+            if not isinstance(exc, Exception):
+                raise
+
+    async def _close_connections(self) -> None:
+        for task in list(self._handshakes):
+            task.cancel()
+        for protocol in list(self._protocols):
+            if protocol.transport is not None:
+                protocol.transport.abort()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        # Transports report their end a few rounds later; requests wake up when they do.
+        for _ in range(16):
+            await asyncio.sleep(0)
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
+        await asyncio.sleep(0)
+        for client in list(self._clients):
+            client.close()
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Family and address to bind; the resolver is asked only for names."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        # Bytes, since str would import the idna codec on our thread.
+        name = host.encode("ascii", "replace")
+        answers = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        answers.sort(key=lambda answer: answer[0] != socket.AF_INET)
+        return answers[0][0], answers[0][4]
+    return (socket.AF_INET if version == 4 else socket.AF_INET6), (host, port)  # noqa: PLR2004
+
+
+def _quiet(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """What clients do to their connections is no news for the job's log."""
+    _log.debug("%s", context.get("message"), exc_info=context.get("exception"))

@@ -1,0 +1,155 @@
+"""uvicorn's HTTP protocol with the limits that it leaves open.
+
+uvicorn closes an idle kept-alive connection, but waits for ever for the rest of a request that
+has begun, and for a reader that never reads. Imported when the listener starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+import h11
+from uvicorn.config import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+if TYPE_CHECKING:
+    import asyncio
+    from collections.abc import Callable
+
+__all__ = [
+    "DRAIN_SECONDS",
+    "IDLE_SECONDS",
+    "MAX_HEADER_BYTES",
+    "REQUEST_SECONDS",
+    "LimitedProtocol",
+    "protocol_factory",
+]
+
+IDLE_SECONDS: Final = 5
+"""A kept-alive connection without a request is closed after this."""
+
+REQUEST_SECONDS: Final = 5.0
+"""From the first byte (or the connection) to the last byte of a request."""
+
+DRAIN_SECONDS: Final = 10.0
+"""What a client has to take the end of an answer, or to agree to a close."""
+
+MAX_HEADER_BYTES: Final = 16 * 1024
+"""Request line and headers together; more is answered 400."""
+
+_SILENT: Final = logging.Logger("gpumem_otel.http", logging.CRITICAL + 1)  # noqa: LOG001
+"""What clients do wrong is no news for the job's log, and `uvicorn.error` may be the job's own."""
+
+
+class LimitedProtocol(H11Protocol):
+    """One connection."""
+
+    def __init__(
+        self,
+        config: Config,
+        state: ServerState,
+        loop: asyncio.AbstractEventLoop,
+        on_lost: Callable[[], None],
+    ) -> None:
+        super().__init__(config=config, server_state=state, app_state={}, _loop=loop)
+        self.logger = _SILENT
+        self.access_log = False
+        self._on_lost = on_lost
+        self._timer: asyncio.TimerHandle | None = None
+        self._waits_for = ""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is connected (and its TLS handshake done)."""
+        super().connection_made(transport)
+        self._arm("request", REQUEST_SECONDS)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is gone."""
+        self._arm("", 0)
+        super().connection_lost(exc)
+        self._on_lost()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request, perhaps not all of them."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """The answer is written, perhaps not yet taken."""
+        super().on_response_complete()
+        self._watch()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """No further request came."""
+        super().timeout_keep_alive_handler()
+        self._watch()
+
+    def _watch(self) -> None:
+        """Set the one deadline that the state of the connection calls for."""
+        answering = self.conn.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
+        body_missing = self.conn.their_state is h11.SEND_BODY
+        if self.transport.is_closing():
+            self._arm("close", DRAIN_SECONDS)
+        elif self.transport.get_write_buffer_size():
+            # Before all else: who asks again without reading waits for ever in uvicorn's drain().
+            self._arm("reader", DRAIN_SECONDS)
+        elif body_missing:
+            self._arm("request", REQUEST_SECONDS)
+        elif answering:
+            self._arm("", 0)
+        elif self.conn.trailing_data[0]:
+            self._arm("request", REQUEST_SECONDS)
+        else:
+            self._arm("", 0)  # between two requests: the keep-alive timer runs
+
+    def _arm(self, waits_for: str, seconds: float) -> None:
+        # A wait that already runs goes on: a client that drips bytes gains nothing.
+        if waits_for == self._waits_for:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._waits_for = waits_for
+        if waits_for:
+            self._timer = self.loop.call_later(seconds, self._expired)
+
+    def _expired(self) -> None:
+        taken = self._waits_for == "reader" and not self.transport.get_write_buffer_size()
+        self._waits_for, self._timer = "", None
+        if taken:
+            self._watch()
+        else:
+            self.transport.abort()
+
+
+def protocol_factory(
+    app: Any, loop: asyncio.AbstractEventLoop
+) -> Callable[[Callable[[], None]], LimitedProtocol]:
+    """What makes the protocol of each connection, given who to tell when it is lost.
+
+    uvicorn's Config configures logging, reads the environment and trusts forwarded addresses by
+    default; here it does none of that, since the job may run a uvicorn of its own.
+    """
+    config = Config(
+        app,
+        loop="none",
+        http=LimitedProtocol,
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        log_level=None,
+        access_log=True,  # False would take the handlers off the job's own `uvicorn.access`
+        workers=1,
+        proxy_headers=False,
+        server_header=False,
+        date_header=False,
+        forwarded_allow_ips="",
+        timeout_keep_alive=IDLE_SECONDS,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+    )
+    config.load()
+    state = ServerState()
+    return lambda on_lost: LimitedProtocol(config, state, loop, on_lost)

@@ -1,0 +1,278 @@
+"""Run files: one small JSON file per listening process, and Prometheus file_sd made of them.
+
+The directory may lie in /tmp, where others can write: it must be ours, no symlink, and writable
+by nobody else, and nothing in it is followed or trusted beyond its form.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from gpumem_otel._version import __version__
+from gpumem_otel.errors import ServeError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpumem_otel.core.model import Identity
+
+__all__ = ["RunEntry", "RunFile", "entry_for", "file_sd", "register", "targets"]
+
+_NAME: Final = re.compile(r"(?P<temporary>\.?)(?P<pid>[1-9]\d{0,9})-(?P<ticks>\d{1,20})\.json")
+
+_MAX_FILE_BYTES: Final = 64 * 1024
+
+_MAX_FILES: Final = 4096
+
+_ANY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  compared, not bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunEntry:
+    """One listening process.
+
+    Attributes:
+        start_ticks: start of the process in clock ticks since boot (/proc/PID/stat, field 22),
+            so that a recycled pid is told apart; 0 where there is no /proc.
+        pid_namespace: of the pid, as /proc says it: who runs in another one can not tell whether
+            the process lives.
+        host: bound address.
+        version: of this package.
+    """
+
+    pid: int
+    start_ticks: int
+    pid_namespace: str = ""
+    host: str
+    port: int
+    scheme: str = "http"
+    service_name: str = ""
+    namespace: str = ""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    run_id: str = ""
+    node: str = ""
+    version: str = ""
+
+    @property
+    def target(self) -> str:
+        """`host:port` to connect to from this machine."""
+        host = _ANY_ADDRESS.get(self.host, self.host)
+        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class RunFile:
+    """A file that was written for this process."""
+
+    directory: str
+    name: str
+
+    def remove(self) -> None:
+        """Remove it, unless it is gone already or this is a forked child of its process."""
+        if not self.name.startswith(f"{os.getpid()}-"):
+            return
+        with contextlib.suppress(OSError, ServeError), _opened(self.directory) as folder:
+            os.unlink(self.name, dir_fd=folder)
+
+
+def entry_for(identity: Identity, address: tuple[str, int], scheme: str = "http") -> RunEntry:
+    """The entry of this process."""
+    pid = os.getpid()
+    return RunEntry(
+        pid=pid,
+        start_ticks=_start_ticks(pid) or 0,
+        pid_namespace=_pid_namespace(),
+        host=address[0],
+        port=address[1],
+        scheme=scheme,
+        service_name=identity.service_name,
+        namespace=identity.namespace,
+        rank=identity.rank,
+        local_rank=identity.local_rank,
+        world_size=identity.world_size,
+        run_id=identity.run_id,
+        node=identity.node,
+        version=__version__,
+    )
+
+
+def register(run_dir: str, entry: RunEntry) -> RunFile:
+    """Write the file of a process, at once or not at all; files of dead processes are dropped.
+
+    Raises:
+        ServeError: the directory is not safe to use, or can not be written.
+    """
+    name = f"{entry.pid}-{entry.start_ticks}.json"
+    data = json.dumps(asdict(entry), sort_keys=True).encode() + b"\n"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with contextlib.suppress(FileExistsError):
+            Path(run_dir).mkdir(mode=0o700, parents=True)
+        with _opened(run_dir) as folder:
+            _drop_dead(folder)
+            temporary = f".{name}"
+            with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as file:
+                file.write(data)
+            os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except OSError as exc:
+        raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
+    return RunFile(run_dir, name)
+
+
+def targets(run_dir: str) -> list[RunEntry]:
+    """Every listening process that is alive, in a fixed order; files of dead ones are deleted.
+
+    Entries of other pid namespaces (a directory shared by containers) are listed and kept.
+
+    Raises:
+        ServeError: the directory is not safe to read.
+    """
+    found = []
+    try:
+        with _opened(run_dir) as folder:
+            for name in _drop_dead(folder):
+                entry = _read(folder, name)
+                if entry is not None:
+                    found.append(entry)
+    except FileNotFoundError:
+        return []
+    except OSError as exc:
+        raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
+    return sorted(found, key=lambda e: (e.service_name, e.namespace, e.run_id, e.rank, e.pid))
+
+
+def file_sd(run_dir: str) -> str:
+    """Prometheus file_sd JSON, one group per process.
+
+    What is known about a process comes as `__meta_gpumem_*`, which Prometheus drops unless a
+    relabel rule keeps it: the labels of a series stay the scraper's business. `__scheme__` is set
+    for TLS. A process bound to all addresses is listed by its loopback address.
+
+    https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config
+
+    Raises:
+        ServeError: the directory is not safe to read.
+    """
+    groups = []
+    for entry in targets(run_dir):
+        known = {
+            "service_name": entry.service_name,
+            "namespace": entry.namespace,
+            "run_id": entry.run_id,
+            "rank": str(entry.rank),
+            "local_rank": str(entry.local_rank),
+            "world_size": str(entry.world_size),
+            "node": entry.node,
+            "pid": str(entry.pid),
+        }
+        labels = {f"__meta_gpumem_{name}": value for name, value in known.items() if value}
+        if entry.scheme != "http":
+            labels["__scheme__"] = entry.scheme
+        groups.append({"labels": labels, "targets": [entry.target]})
+    return json.dumps(groups, indent=2, sort_keys=True) + "\n"
+
+
+@contextlib.contextmanager
+def _opened(run_dir: str) -> Iterator[int]:
+    """A descriptor of the directory, after a look at what was really opened."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    if not os.path.islink(run_dir):  # noqa: PTH114  the open below holds against a race
+        folder = os.open(run_dir, flags)
+    else:
+        raise ServeError(f"run directory {run_dir} is a symlink: give its target")
+    try:
+        status = os.fstat(folder)
+        if status.st_uid != os.geteuid():
+            raise ServeError(f"run directory {run_dir} belongs to another user: give your own")
+        if stat.S_IMODE(status.st_mode) & 0o022:
+            raise ServeError(f"run directory {run_dir} is writable by others: chmod 700 it")
+        yield folder
+    finally:
+        os.close(folder)
+
+
+def _drop_dead(folder: int) -> list[str]:
+    """Delete the files of dead processes; the names of the others, bounded in number."""
+    living = []
+    for name in sorted(os.listdir(folder)):
+        match = _NAME.fullmatch(name)
+        if match is None:
+            continue
+        if not _alive(int(match["pid"]), int(match["ticks"])) and not _foreign(folder, name):
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+        elif not match["temporary"]:
+            living.append(name)
+    return living[:_MAX_FILES]
+
+
+def _foreign(folder: int, name: str) -> bool:
+    """Whether the file speaks of a pid that we can not see."""
+    entry = _read(folder, name)
+    return entry is not None and entry.pid_namespace not in {"", _pid_namespace()}
+
+
+def _read(folder: int, name: str) -> RunEntry | None:
+    """The entry in a file, None where it is not one of ours."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(name, flags, dir_fd=folder), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                return None
+            data = file.read(_MAX_FILE_BYTES + 1)
+        raw = json.loads(data) if len(data) <= _MAX_FILE_BYTES else None
+    except (OSError, ValueError, RecursionError):
+        return None
+    return _entry(raw) if isinstance(raw, dict) else None
+
+
+def _entry(raw: dict[str, Any]) -> RunEntry | None:
+    """Values of the right type; unknown keys, of a newer version, are left out."""
+    known = {field.name: str(field.type) for field in fields(RunEntry)}
+    values = {name: value for name, value in raw.items() if name in known}
+    for name, value in values.items():
+        if type(value).__name__ != known[name]:
+            return None
+    try:
+        entry = RunEntry(**values)
+    except TypeError:
+        return None
+    right = entry.port in range(1, 65536) and entry.scheme in {"http", "https"} and entry.host
+    return entry if right else None
+
+
+def _alive(pid: int, start_ticks: int) -> bool:
+    if not os.path.isdir("/proc/self"):  # noqa: PTH112
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            return True
+        return False
+    return _start_ticks(pid) == start_ticks
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When a process started, None where it is gone (or a zombie), proc(5)."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="latin-1")
+    except OSError:
+        return None
+    # The command name, field 2, may hold anything, blanks and brackets included.
+    state, *rest = text[text.rindex(")") + 1 :].split()
+    return None if state in {"Z", "X"} else int(rest[18])
+
+
+def _pid_namespace() -> str:
+    try:
+        return os.readlink("/proc/self/ns/pid")  # noqa: PTH115
+    except OSError:
+        return ""
