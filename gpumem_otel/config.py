@@ -1,14 +1,16 @@
 """Frozen configs, one per component; the only reader of the environment.
 
-`Config.resolve(environ, **options)` builds everything: a keyword argument wins over an
-environment variable, that over the default. A bad keyword raises `ConfigError`; a bad
-environment variable is a warning in `Config.warnings` and the default, since a variable that a
-cluster sets for every job must not kill one of them.
+`options.resolve(environ, **options)` fills them in.
 """
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = [
     "CaptureConfig",
@@ -18,6 +20,7 @@ __all__ = [
     "PyroscopeConfig",
     "Secret",
     "ServeConfig",
+    "process_environ",
 ]
 
 
@@ -126,7 +129,7 @@ class MetricsConfig:
     """Register OpenTelemetry instruments. On when `OTEL_METRICS_EXPORTER` names `otlp`, or an
     `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT` is set and
     `OTEL_METRICS_EXPORTER` is not `none`."""
-    otlp_environ: tuple[tuple[str, str], ...] = ()
+    otlp_environ: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """The `OTEL_*` variables as they were, for the exporter of our own."""
     otlp_interval_seconds: float = 60.0
     """`OTEL_METRIC_EXPORT_INTERVAL` (milliseconds)."""
@@ -177,3 +180,8 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     warnings: tuple[str, ...] = ()
+
+
+def process_environ() -> Mapping[str, str]:
+    """The environment of this process, for entry points that have none handed in."""
+    return os.environ

@@ -1,0 +1,148 @@
+"""The public calls of a job: one agent per process, switched on and off here."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import weakref
+from typing import TYPE_CHECKING
+
+from gpumem_otel.agent import Agent
+from gpumem_otel.config import process_environ
+from gpumem_otel.options import resolve
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Unpack
+
+    from gpumem_otel.options import InstallOptions
+
+__all__ = [
+    "adopt",
+    "current",
+    "install",
+    "participant",
+    "participants",
+    "step",
+    "uninstall",
+    "watch",
+    "watched",
+]
+
+_log = logging.getLogger("gpumem_otel")
+
+
+class _State:
+    """What this process has installed."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.agent: Agent | None = None
+        self.at_fork = False
+        self.watched: list[tuple[str, weakref.ReferenceType[object]]] = []
+        self.participants: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+_STATE = _State()
+
+
+def install(**options: Unpack[InstallOptions]) -> None:
+    """Make the GPU memory of this process visible; call it before the model is built.
+
+    It returns at once and starts nothing but a hook: recording, the background thread and the
+    listener begin with the process's own first use of CUDA, and never where there is none. Called
+    again it changes nothing. Every keyword has an environment variable beside it, see
+    docs/configuration.md.
+
+    Raises:
+        ConfigError: a keyword that is unknown or can not be used. Nothing else is ever raised.
+    """
+    config = resolve(process_environ(), **options)
+    with _STATE.lock:
+        if _STATE.agent is not None:
+            if _STATE.agent.config != config:
+                _log.warning("already installed with other settings; uninstall() first")
+            return
+        if config.enabled:
+            adopt(Agent(config))
+
+
+def adopt(agent: Agent) -> None:
+    """Start an agent as the one of this process: ended at exit, silent in forked children."""
+    with _STATE.lock:
+        _STATE.agent = agent
+        if not _STATE.at_fork:
+            # can not be taken back: does nothing while nothing is installed
+            os.register_at_fork(after_in_child=_after_fork_in_child)
+            _STATE.at_fork = True
+        atexit.register(uninstall)
+        agent.start()
+
+
+def uninstall() -> None:
+    """Push once more, within 5 s, and undo everything that `install()` did; safe to call twice."""
+    with _STATE.lock:
+        agent, _STATE.agent = _STATE.agent, None
+        _STATE.watched.clear()
+    atexit.unregister(uninstall)
+    if agent is not None:
+        agent.stop()
+
+
+def current() -> Agent | None:
+    """The agent of this process, None where nothing is installed."""
+    return _STATE.agent
+
+
+def step() -> None:
+    """Say that one step of the job has ended, in loops whose steps no optimizer marks.
+
+    From the first call on only these calls count as steps. Costs about a microsecond; does nothing
+    where nothing is installed.
+    """
+    agent = _STATE.agent
+    if agent is not None:
+        agent.step()
+
+
+def watch(*objects: object, **named: object) -> None:
+    """Name what holds memory: models, optimizers, and caches by keyword (`kv_cache=cache`).
+
+    Held weakly, so that nothing is kept alive; what can not be held weakly is left out.
+    """
+    for name, item in [*(("", item) for item in objects), *named.items()]:
+        try:
+            reference = weakref.ref(item)
+        except TypeError:
+            _log.warning("watch: a %s can not be watched", type(item).__name__)
+            continue
+        _STATE.watched.append((name, reference))
+
+
+def watched() -> Iterator[tuple[str, object]]:
+    """(name, object) of what is watched and still alive; the name is "" where none was given."""
+    for name, reference in list(_STATE.watched):
+        item = reference()
+        if item is not None:
+            yield name, item
+
+
+def participant(thread: threading.Thread | None = None) -> None:
+    """Say that a thread (this one by default) uses the GPU and stops at safe points by itself."""
+    _STATE.participants.add(thread or threading.current_thread())
+
+
+def participants() -> frozenset[threading.Thread]:
+    """The threads that were registered and are still there."""
+    return frozenset(_STATE.participants)
+
+
+def _after_fork_in_child() -> None:
+    # the parent's lock may have been held by a thread that does not exist here
+    _STATE.lock = threading.RLock()
+    agent = _STATE.agent
+    if agent is not None:
+        agent.after_fork_in_child()

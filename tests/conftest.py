@@ -1,0 +1,81 @@
+"""Shared fixtures. The first one watches every test: nothing of ours may be left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+def _sockets() -> set[str]:
+    """Inodes of the sockets that this process has open."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(entry.readlink())
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            found.add(target)
+    return found
+
+
+def _hooks() -> dict[str, object]:
+    """Every place of the process that we hook into, as it is now."""
+    state: dict[str, object] = {
+        "excepthook": sys.excepthook,
+        "meta_path": list(sys.meta_path),
+        **{str(number): signal.getsignal(number) for number in SIGNALS},
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        optimizer = sys.modules.get("torch.optim.optimizer")
+        state["torch.__getattr__"] = getattr(torch, "__getattr__", None)
+        state["record"] = getattr(getattr(torch, "_C", None), "_cuda_record_memory_history", None)
+        if optimizer is not None:
+            state["pre"] = list(getattr(optimizer, "_global_optimizer_pre_hooks", {}).values())
+            state["post"] = list(getattr(optimizer, "_global_optimizer_post_hooks", {}).values())
+    return state
+
+
+@pytest.fixture(autouse=True)
+def no_residue():
+    """No thread, hook or socket of ours outlives a test."""
+    threads, sockets, hooks = set(threading.enumerate()), _sockets(), _hooks()
+    had_torch = "torch" in sys.modules
+    yield
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(timeout=5)
+    left = [thread.name for thread in set(threading.enumerate()) - threads if thread.is_alive()]
+    assert left == [], f"threads left behind: {left}"
+    if _sockets() - sockets:
+        gc.collect()
+    assert _sockets() - sockets == set(), "sockets left behind"
+    if had_torch == ("torch" in sys.modules):
+        assert _hooks() == hooks
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """Recordings that ship with the tests."""
+    return Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def recordings() -> list[Path]:
+    """Every recording of the folder that GPUMEM_SNAPSHOTS names."""
+    folder = os.environ.get("GPUMEM_SNAPSHOTS")
+    if not folder:
+        pytest.skip("GPUMEM_SNAPSHOTS names no folder of recordings")
+    found = sorted(Path(folder).glob("*.pickle.gz"))
+    assert found, f"no *.pickle.gz in {folder}"
+    return found

@@ -1,0 +1,57 @@
+"""Recordings made on the spot out of the snapshot files that ship with the tests."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from gpumem_otel.core.frames import file_function_namer
+from gpumem_otel.core.model import DeviceStats, Identity, StepStats
+from gpumem_otel.core.ports import Reading
+from gpumem_otel.core.recording import RecordingWriter
+from gpumem_otel.core.snapshot import Snapshot, load_snapshot
+
+DATA = Path(__file__).parents[1] / "data"
+START_NS = 1_800_000_000_000_000_000
+SECOND_NS = 1_000_000_000
+
+
+def stats_of(snapshot: Snapshot, device: int, turn: int) -> DeviceStats:
+    """Counters that agree with a snapshot."""
+    books = snapshot.books(device)
+    return DeviceStats(
+        device=device,
+        allocated_bytes=books.allocated_bytes,
+        requested_bytes=books.requested_bytes,
+        active_bytes=books.active_bytes,
+        reserved_bytes=books.reserved_bytes,
+        allocated_peak_bytes=books.allocated_bytes,
+        reserved_peak_bytes=books.reserved_bytes,
+        allocations=1000 * (turn + 1),
+        frees=900 * (turn + 1),
+        allocation_bytes=10**9 * (turn + 1),
+        requested_allocation_bytes=10**9 * (turn + 1),
+        segments=books.segments,
+    )
+
+
+def make_recording(*names: str, data: Path = DATA) -> bytes:
+    """A recording with one reading a second, one per snapshot file."""
+    file = io.BytesIO()
+    writer = RecordingWriter(
+        file,
+        identity=Identity(service_name="recorded"),
+        created_ns=START_NS,
+        facts={"torch": "2.11.0"},
+        namer=file_function_namer,
+    )
+    for turn, name in enumerate(names):
+        snapshot = load_snapshot(data / name)
+        devices = [d for d in snapshot.devices() if snapshot.books(d).segments]
+        stats = tuple(stats_of(snapshot, device, turn) for device in devices)
+        reading = Reading(
+            snapshot=snapshot, time_ns=START_NS + turn * SECOND_NS, before=stats, after=stats
+        )
+        writer.add(reading, StepStats(steps=10 * (turn + 1), last_step_time_ns=reading.time_ns))
+    writer.close()
+    return file.getvalue()

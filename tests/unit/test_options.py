@@ -1,0 +1,143 @@
+"""Settings: what wins, what is refused, what is only a warning, and what is never shown."""
+
+from __future__ import annotations
+
+import pytest
+
+from gpumem_otel.config import Config, Secret
+from gpumem_otel.errors import ConfigError
+from gpumem_otel.options import OPTIONS, InstallOptions, resolve
+
+
+def test_defaults_do_nothing_on_the_network():
+    config = resolve({})
+    assert config.enabled
+    assert not config.serve.enabled
+    assert not config.metrics.otlp
+    assert config.pyroscope.url == ""
+    assert config.serve.host == "127.0.0.1"
+    assert config.warnings == ()
+
+
+def test_every_option_is_a_typed_keyword_and_every_keyword_an_option():
+    assert set(InstallOptions.__annotations__) == {option.name for option in OPTIONS} | {"enabled"}
+
+
+def test_every_option_has_a_field_and_a_variable():
+    config = resolve({})
+    for option in OPTIONS:
+        section = getattr(config, option.section) if option.section else config
+        assert hasattr(section, option.field)
+        assert option.environ
+        assert len({option.name for option in OPTIONS}) == len(OPTIONS)
+
+
+def test_keyword_wins_over_variable_over_default():
+    assert resolve({"GPUMEM_OTEL_INTERVAL": "30"}).profiles.interval_seconds == 30
+    assert (
+        resolve({"GPUMEM_OTEL_INTERVAL": "30"}, interval_seconds=15).profiles.interval_seconds == 15
+    )
+
+
+def test_an_unusable_variable_is_a_warning_and_the_default():
+    config = resolve({"GPUMEM_OTEL_INTERVAL": "soon", "GPUMEM_OTEL_PORT": "70000"})
+    assert config.profiles.interval_seconds == 60
+    assert config.serve.port == 9464
+    assert config.warnings == (
+        "GPUMEM_OTEL_INTERVAL must be a number; ignored",
+        "GPUMEM_OTEL_PORT must be between 0 and 65535; ignored",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"interval_seconds": 0}, "option 'interval_seconds' must be between 0.1 and 86400"),
+        ({"interval_seconds": True}, "option 'interval_seconds' must be a number"),
+        ({"port": "http"}, "option 'port' must be a whole number"),
+        ({"metrics_level": "all"}, "option 'metrics_level' must be one of minimal, standard, full"),
+        ({"profiles": ["live", "dead"]}, "option 'profiles' 'dead' is none of live, allocated"),
+        ({"pyroscope_url": "localhost:4040"}, "option 'pyroscope_url' must be an http:// or"),
+        ({"pyroscope_url": "http://me:pw@host"}, "option 'pyroscope_url' must not hold a user"),
+        ({"enabled": "yes"}, "option 'enabled' must be true or false"),
+        ({"intervall": 3}, "unknown option 'intervall'; known are "),
+    ],
+)
+def test_an_unusable_keyword_is_one_clear_line(options, message):
+    with pytest.raises(ConfigError) as caught:
+        resolve({}, **options)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_standard_variables_come_first():
+    config = resolve(
+        {
+            "OTEL_RESOURCE_ATTRIBUTES": "service.name=a%20b,k8s.namespace.name=team,broken",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4318",
+            "OTEL_METRIC_EXPORT_INTERVAL": "15000",
+            "OTEL_EXPORTER_PROMETHEUS_PORT": "9999",
+        }
+    )
+    assert config.service_name == "a b"
+    assert config.namespace == "team"
+    assert config.metrics.otlp
+    assert config.metrics.otlp_interval_seconds == 15
+    assert config.serve.port == 9999
+    named = {"OTEL_SERVICE_NAME": "named", "OTEL_RESOURCE_ATTRIBUTES": "service.name=other"}
+    assert resolve(named).service_name == "named"
+
+
+@pytest.mark.parametrize(
+    ("environ", "otlp", "serve"),
+    [
+        ({"OTEL_METRICS_EXPORTER": "otlp"}, True, False),
+        ({"OTEL_METRICS_EXPORTER": "prometheus"}, False, True),
+        ({"OTEL_METRICS_EXPORTER": "otlp, prometheus"}, True, True),
+        ({"OTEL_METRICS_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "x"}, False, False),
+        ({"OTEL_EXPORTER_OTLP_METRICS_ENDPOINT": "x"}, True, False),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "x", "OTEL_SDK_DISABLED": "true"}, False, False),
+        ({"OTEL_METRICS_EXPORTER": "prometheus", "GPUMEM_OTEL_SERVE": "0"}, False, False),
+    ],
+)
+def test_exporters_follow_the_standard_variables(environ, otlp, serve):
+    config = resolve(environ)
+    assert (config.metrics.otlp, config.serve.enabled) == (otlp, serve)
+
+
+@pytest.mark.parametrize("word", ["1", "true", "YES", "on"])
+def test_disabled_by_variable(word):
+    assert not resolve({"GPUMEM_OTEL_DISABLED": word}).enabled
+    assert not resolve({"GPUMEM_OTEL_DISABLED": word}, enabled=True).enabled
+
+
+def test_no_secret_is_ever_shown():
+    config = resolve(
+        {
+            "PYROSCOPE_BASIC_AUTH_PASSWORD": "s3cret",
+            "PYROSCOPE_AUTH_TOKEN": "s3cret",
+            "PYROSCOPE_HTTP_HEADERS": "X-Key=s3cret",
+            "GPUMEM_OTEL_TOKEN": "s3cret",
+            "OTEL_EXPORTER_OTLP_HEADERS": "authorization=s3cret",
+        }
+    )
+    assert "s3cret" not in repr(config)
+    assert "s3cret" not in str(config)
+    assert config.serve.token == Secret("s3cret")
+    assert config.pyroscope.headers[0][1].reveal() == "s3cret"
+    assert dict(config.metrics.otlp_environ)["OTEL_EXPORTER_OTLP_HEADERS"] == "authorization=s3cret"
+
+
+def test_a_bad_secret_does_not_reach_the_warning():
+    config = resolve({"PYROSCOPE_HTTP_HEADERS": "s3cret", "PYROSCOPE_SERVER_ADDRESS": "s3cret"})
+    assert config.warnings
+    assert not any("s3cret" in warning for warning in config.warnings)
+
+
+def test_run_dir_follows_xdg():
+    assert resolve({"XDG_RUNTIME_DIR": "/run/user/7"}).serve.run_dir == "/run/user/7/gpumem-otel"
+    assert resolve({"GPUMEM_OTEL_RUN_DIR": "/x"}).serve.run_dir == "/x"
+
+
+def test_config_is_a_value():
+    assert resolve({"A": "b"}) == resolve({}) == Config(serve=resolve({}).serve)
