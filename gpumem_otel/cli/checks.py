@@ -1,0 +1,346 @@
+"""The checks behind `doctor`. None of them hangs, and none changes anything."""
+
+from __future__ import annotations
+
+import json
+import platform
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gpumem_otel.config import Config
+
+__all__ = ["MISSING", "OK", "PROBLEM", "Check", "run_all"]
+
+OK = "ok"
+MISSING = "missing"
+"""Not there, and everything that was asked for works without it."""
+PROBLEM = "problem"
+
+_CONNECT_SECONDS = 3.0
+_OLDEST_TORCH = (2, 3)
+_OTLP_PORTS = {"http": 4318, "https": 4318}
+_NO_GPU = "profiles and metrics need a CUDA device; files, demo and the command line work"
+
+
+class Check(NamedTuple):
+    """One line of the report.
+
+    Attributes:
+        status: `ok`, `missing` or `problem`.
+        advice: what to do about it, "" where nothing is to be done.
+    """
+
+    name: str
+    status: str
+    detail: str
+    advice: str = ""
+
+
+def run_all(
+    environ: Mapping[str, str], *, torch_timeout_seconds: float, require_gpu: bool
+) -> list[Check]:
+    """All checks, in the order in which they are shown."""
+    from gpumem_otel.options import resolve
+
+    config = resolve(environ)
+    return [
+        _python(),
+        _ours(),
+        *_torch(environ, torch_timeout_seconds, require_gpu=require_gpu),
+        *_packages(config),
+        *_settings(config),
+        _pyroscope(config, environ),
+        _otlp(config, environ),
+        _port(config),
+        _run_dir(config),
+    ]
+
+
+def _python() -> Check:
+    version = f"{platform.python_implementation()} {platform.python_version()} {sys.executable}"
+    if sys.platform != "linux":
+        return Check("python", MISSING, f"{version} on {sys.platform}", "jobs are read on Linux")
+    return Check("python", OK, version)
+
+
+def _ours() -> Check:
+    from gpumem_otel._version import __version__
+
+    return Check("gpumem-otel", OK, f"{__version__} {Path(__file__).resolve().parent.parent}")
+
+
+def _torch(environ: Mapping[str, str], timeout: float, *, require_gpu: bool) -> list[Check]:
+    facts = _ask_torch(environ, timeout)
+    bad = PROBLEM if require_gpu else MISSING
+    if isinstance(facts, Check):
+        return [facts if facts.status != MISSING else facts._replace(status=bad)]
+    version = str(facts["torch"])
+    cuda = facts.get("cuda_build")
+    build = f"{version}, built for CUDA {cuda}" if cuda else f"{version}, a build without CUDA"
+    checks = [Check("torch", OK, build)]
+    if _version_pair(version) < _OLDEST_TORCH:
+        checks = [Check("torch", bad, build, "torch 2.3 or newer is needed to record")]
+    checks += [
+        Check("torch", PROBLEM, str(error), "torch itself fails here: mend or reinstall it")
+        for error in _list(facts.get("errors"))
+    ]
+    driver = _driver()
+    checks.append(driver)
+    devices = _list(facts.get("devices"))
+    if not facts.get("cuda_available") or not devices:
+        checks.append(_no_device(facts, driver, bad))
+        return checks
+    for index, device in enumerate(devices):
+        if isinstance(device, dict):
+            size = f"{int(device['total_bytes']) / (1 << 30):.1f} GiB"
+            checks.append(Check(f"cuda device {index}", OK, f"{device['name']}, {size}"))
+    return [*checks, *_allocator(facts, environ)]
+
+
+def _no_device(facts: Mapping[str, object], driver: Check, bad: str) -> Check:
+    if not facts.get("cuda_build"):
+        why = "this torch is built without CUDA, so nothing is recorded"
+        return Check("cuda", bad, why, f"install a CUDA build of torch; {_NO_GPU}")
+    why = f"torch is built for CUDA {facts['cuda_build']} but sees no device"
+    if driver.status != OK:
+        return Check("cuda", bad, f"{why}: no NVIDIA driver here, so nothing is recorded", _NO_GPU)
+    return Check(
+        "cuda",
+        bad,
+        f"{why} although a driver is loaded, so nothing is recorded",
+        "check nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the driver is new enough",
+    )
+
+
+def _allocator(facts: Mapping[str, object], environ: Mapping[str, str]) -> list[Check]:
+    backend = facts.get("backend")
+    advice = "device metrics only; unset backend: in PYTORCH_CUDA_ALLOC_CONF to record"
+    checks = [
+        Check("allocator", OK, "native caching allocator")
+        if backend == "native"
+        else Check("allocator", PROBLEM, f"allocator backend {backend}", advice)
+    ]
+    if environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "").strip() not in {"", "0"}:
+        checks = [
+            Check(
+                "allocator",
+                PROBLEM,
+                "PYTORCH_NO_CUDA_MEMORY_CACHING is set: there is no allocator state to read",
+                "unset it to record",
+            )
+        ]
+    known = bool(facts.get("recording")) and bool(facts.get("lazy_call"))
+    checks.append(
+        Check("recording", OK, "this torch's recorder is known")
+        if known
+        else Check(
+            "recording", PROBLEM, "this torch's recorder is not known", "report its version to us"
+        )
+    )
+    return checks
+
+
+def _ask_torch(environ: Mapping[str, str], timeout: float) -> Check | dict[str, object]:
+    """Import torch in a child process; what it found, or why it found nothing."""
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        return Check("torch", MISSING, "not installed: files only, which is fine on a laptop")
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "gpumem_otel.capture.probe"],
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+            env=dict(environ),
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return Check(
+            "torch",
+            PROBLEM,
+            f"importing torch and asking for devices took over {timeout:g} s",
+            "a hanging driver or a slow file system; try nvidia-smi, or a longer --timeout",
+        )
+    try:
+        facts = json.loads(done.stdout)
+    except ValueError:
+        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        detail = f"the process that imports torch ended with {done.returncode}: {last}"
+        return Check("torch", PROBLEM, detail, "torch itself fails here: mend or reinstall it")
+    if not isinstance(facts, dict) or "torch" not in facts:
+        errors = "; ".join(map(str, _list(facts.get("errors"))))
+        return Check("torch", PROBLEM, errors, "torch itself fails here: mend or reinstall it")
+    return facts
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
+
+
+def _version_pair(version: str) -> tuple[int, int]:
+    parts = version.partition("+")[0].split(".")
+    try:
+        return int(parts[0]), int(parts[1])
+    except (ValueError, IndexError):
+        return (0, 0)
+
+
+def _driver() -> Check:
+    """The kernel module says its version; no library is loaded and no context made."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return Check("driver", MISSING, "no NVIDIA kernel driver is loaded")
+    first = text.splitlines()[0] if text else ""
+    words = [word for word in first.split() if word[:1].isdigit() and "." in word]
+    return Check("driver", OK, f"NVIDIA {words[0]}" if words else first.strip())
+
+
+def _packages(config: Config) -> list[Check]:
+    wanted = [
+        (
+            "OTLP exporter",
+            "opentelemetry-exporter-otlp-proto-http",
+            config.metrics.otlp,
+            "pip install 'gpumem-otel[otlp]'",
+        ),
+        (
+            "host profiles",
+            "pyroscope-io",
+            config.host_profiles,
+            "pip install pyroscope-io",
+        ),
+        (
+            "cuda-bindings",
+            "cuda-bindings",
+            False,
+            "pip install cuda-bindings (only for driver-level work)",
+        ),
+    ]
+    checks = []
+    for name, package, asked, advice in wanted:
+        try:
+            checks.append(Check(name, OK, f"{package} {metadata.version(package)}"))
+        except metadata.PackageNotFoundError:  # noqa: PERF203 - three of them
+            status = PROBLEM if asked else MISSING
+            checks.append(Check(name, status, f"{package} is not installed", advice))
+    return checks
+
+
+def _settings(config: Config) -> list[Check]:
+    checks = [Check("settings", PROBLEM, warning, "mend it") for warning in config.warnings]
+    if not config.enabled:
+        checks.append(
+            Check("settings", PROBLEM, "GPUMEM_OTEL_DISABLED is set: install() does nothing")
+        )
+    return checks or [Check("settings", OK, "all environment variables can be used")]
+
+
+def _connect(host: str, port: int) -> str:
+    """Why no TCP connection comes about, "" where one does."""
+    try:
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        return error.strerror or str(error) or type(error).__name__
+    return ""
+
+
+def _endpoint(url: str, default_port: int) -> tuple[str, int] | None:
+    parts = urlsplit(url if "//" in url else f"//{url}")
+    try:
+        port = parts.port
+    except ValueError:
+        return None
+    return (parts.hostname, port or default_port) if parts.hostname else None
+
+
+def _pyroscope(config: Config, environ: Mapping[str, str]) -> Check:
+    url = config.pyroscope.url
+    if not url:
+        return Check("pyroscope", MISSING, "no server is set", "set PYROSCOPE_SERVER_ADDRESS")
+    reason = _push_refusal(config, environ)
+    if reason:
+        return Check("pyroscope", PROBLEM, f"{url}: {reason}", "profiles will not arrive")
+    return Check("pyroscope", OK, f"{url} takes pushes")
+
+
+def _push_refusal(config: Config, environ: Mapping[str, str]) -> str:
+    """Why a push would not arrive, "" where it would.
+
+    A profile without samples is pushed: it goes the way of all pushes (proxy, certificates,
+    credentials, path), servers answer 200 and store nothing of it. Their /ready would say less,
+    and an Alloy in front of them has none.
+    """
+    from gpumem_otel.core import pprof
+    from gpumem_otel.errors import PushError
+    from gpumem_otel.export.pyroscope import PyroscopeSink, series_labels
+    from gpumem_otel.export.transport import Transport
+    from gpumem_otel.ranks import identify
+
+    transport = Transport(config.pyroscope, environ=environ)
+    sink = PyroscopeSink(transport, config.pyroscope, lambda: identify(environ))
+    try:
+        labels = series_labels(identify(environ), device=0)
+        sink.send(pprof.encode([]), labels, config.pyroscope.timeout_seconds)
+    except PushError as error:
+        return str(error)
+    finally:
+        transport.close()
+    return ""
+
+
+def _otlp(config: Config, environ: Mapping[str, str]) -> Check:
+    if not config.metrics.otlp:
+        return Check("otlp", MISSING, "not asked for", "set OTEL_EXPORTER_OTLP_ENDPOINT")
+    url = (
+        environ.get("OTEL_EXPORTER_OTLP_METRICS_ENDPOINT")
+        or environ.get("OTEL_EXPORTER_OTLP_ENDPOINT")
+        or "http://localhost:4318"
+    )
+    where = _endpoint(url, _OTLP_PORTS.get(urlsplit(url).scheme, 4317))
+    if where is None:
+        return Check("otlp", PROBLEM, f"{url}: no host and port in it", "mend the endpoint")
+    reason = _connect(*where)
+    if reason:
+        return Check("otlp", PROBLEM, f"{url}: {reason}", "metrics will not arrive")
+    return Check("otlp", OK, f"{url} takes connections")
+
+
+def _port(config: Config) -> Check:
+    serve = config.serve
+    name = f"{serve.host}:{serve.port}"
+    if not serve.enabled and not serve.port:
+        return Check("port", OK, "any free port")
+    family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((serve.host, serve.port))
+    except OSError as error:
+        status = PROBLEM if serve.enabled else MISSING
+        detail = f"{name}: {error.strerror or error}"
+        return Check("port", status, detail, "set GPUMEM_OTEL_PORT, or stop what listens there")
+    asked = "" if serve.enabled else " (serving was not asked for: GPUMEM_OTEL_SERVE=1)"
+    return Check("port", OK, f"{name} is free{asked}")
+
+
+def _run_dir(config: Config) -> Check:
+    folder = Path(config.serve.run_dir)
+    try:
+        count = sum(1 for _ in folder.iterdir())
+    except FileNotFoundError:
+        return Check("run folder", OK, f"{folder} will be made by the first job that serves")
+    except OSError as error:
+        return Check(
+            "run folder", PROBLEM, f"{folder}: {error.strerror}", "set GPUMEM_OTEL_RUN_DIR"
+        )
+    return Check("run folder", OK, f"{folder}, {count} entries")

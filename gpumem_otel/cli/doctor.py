@@ -1,0 +1,63 @@
+"""`gpumem-otel doctor`: what works here, and what to do about what does not."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from gpumem_otel.cli.common import environ, print_json, progress
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpumem_otel.cli.checks import Check
+
+__all__ = ["command"]
+
+_EPILOG = """\b
+Examples:
+  gpumem-otel doctor
+  gpumem-otel doctor --require-gpu && gpumem-otel run -- python train.py
+
+Each line is ok, missing (works without it) or problem (asked for, and does not work).
+Exit code 1 where there is a problem.
+"""
+
+
+@click.command("doctor", epilog=_EPILOG, short_help="Say what works here.")
+@click.option("--json", "as_json", is_flag=True, help="The checks as JSON, for programs.")
+@click.option("--require-gpu", is_flag=True, help="Without a GPU to record it is a problem.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(1, 600),
+    default=60.0,
+    show_default=True,
+    help="Seconds that importing torch may take.",
+)
+def command(*, as_json: bool, require_gpu: bool, timeout: float) -> int:
+    """Say what works here, and what to do about what does not."""
+    from gpumem_otel.cli import checks
+
+    with progress("looking around"):
+        found = checks.run_all(environ(), torch_timeout_seconds=timeout, require_gpu=require_gpu)
+    works = all(check.status != checks.PROBLEM for check in found)
+    if as_json:
+        print_json({"ok": works, "checks": [check._asdict() for check in found]})
+    else:
+        _print(found)
+    return 0 if works else 1
+
+
+def _print(found: Sequence[Check]) -> None:
+    colours = {"ok": "green", "missing": "yellow", "problem": "red"}
+    width = max(len(check.name) for check in found)
+    on_terminal = sys.stdout.isatty()
+    for check in found:
+        status = f"{check.status:<8}"
+        if on_terminal:
+            status = click.style(status, fg=colours[check.status])
+        click.echo(f"{status} {check.name:<{width}}  {check.detail}")
+        if check.advice:
+            click.echo(f"{'':8} {'':<{width}}  -> {check.advice}")

@@ -1,0 +1,162 @@
+"""The `gpumem-otel` command: the table of verbs, and the one place where errors become exit codes.
+
+Exit codes: 0 done; 1 the asked thing failed; 2 bad usage or input; 127 no such command (`run`,
+`record`); 130 interrupted. An error is one line on stderr, never a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import suppress
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from gpumem_otel._version import __version__
+from gpumem_otel.errors import ConfigError, GpumemError, SnapshotError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["VERBS", "Verb", "cli", "main"]
+
+PROGRAM = "gpumem-otel"
+
+
+class Verb(NamedTuple):
+    """A row of the table: `gpumem_otel.cli.<module>` holds the command as `command`."""
+
+    name: str
+    module: str
+    help: str
+
+
+VERBS: tuple[Verb, ...] = (
+    Verb("demo", "demo", "Show everything at work, with or without a GPU."),
+    Verb("run", "run", "Run a training command with GPU memory export, no code change."),
+    Verb("record", "record", "Run a training command and record its GPU memory to a file."),
+    Verb("stats", "stats", "Print what a snapshot or recording says about each device."),
+    Verb("top", "top", "Print what holds the memory, by stack, function or file."),
+    Verb("convert", "convert", "Turn a snapshot into pprof, folded stacks or JSON."),
+    Verb("push", "push", "Send a snapshot, recording or pprof file to Pyroscope."),
+    Verb("sd", "sd", "Print Prometheus targets of the jobs on this machine (file_sd)."),
+    Verb("doctor", "doctor", "Say what works here, and what to do about what does not."),
+)
+
+_EPILOG = """\b
+Examples:
+  gpumem-otel demo
+  gpumem-otel run --serve -- python train.py
+  gpumem-otel stats snapshot.pickle
+  gpumem-otel convert snapshot.pickle -o live.pb.gz && go tool pprof -top live.pb.gz
+  gpumem-otel push snapshot.pickle --url http://localhost:4040
+"""
+
+
+class _Verbs(click.Group):
+    """Imports a verb's module when that verb is asked for, so that --help is fast."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        del ctx
+        return [verb.name for verb in VERBS]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        del ctx
+        for verb in VERBS:
+            if verb.name == cmd_name:
+                command = import_module(f"gpumem_otel.cli.{verb.module}").command
+                if not isinstance(command, click.Command):  # a row without its file
+                    raise TypeError(f"gpumem_otel.cli.{verb.module}.command is no command")
+                return command
+        return None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        del ctx
+        with formatter.section("Verbs"):
+            formatter.write_dl([(verb.name, verb.help) for verb in VERBS])
+
+
+@click.group(
+    cls=_Verbs,
+    epilog=_EPILOG,
+    no_args_is_help=False,
+    subcommand_metavar="VERB [ARGS]...",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.version_option(__version__, prog_name=PROGRAM, message="%(prog)s %(version)s")
+def cli() -> None:
+    """GPU memory of PyTorch jobs as flame graphs and metrics.
+
+    IN may be "-" for standard input. "gpumem-otel VERB --help" tells more.
+    """
+
+
+def _say(message: str) -> None:
+    """One line on stderr, whatever the message holds; a closed stderr is nobody's fault."""
+    with suppress(OSError):
+        click.echo(f"{PROGRAM}: error: {' '.join(message.split())}", err=True)
+
+
+def _forget_stdout() -> None:
+    """Point a broken stdout at nothing, or the interpreter complains about it at exit."""
+    with suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
+
+
+def _usage_line(error: click.UsageError) -> str:
+    message = error.format_message().rstrip(".")
+    path = error.ctx.command_path if error.ctx is not None else PROGRAM
+    return f"{message} (see '{path} --help')"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        with cli.make_context(PROGRAM, arguments) as context:
+            result = cli.invoke(context)
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as stop:
+        return _flushed(stop.exit_code)
+    except click.UsageError as error:
+        _say(_usage_line(error))
+        return 2
+    except click.ClickException as error:
+        _say(error.format_message())
+        return error.exit_code
+    except (KeyboardInterrupt, click.exceptions.Abort):
+        return 130
+    except BrokenPipeError:
+        _forget_stdout()  # the reader had enough: nothing to say
+        return 1
+    except (ConfigError, SnapshotError) as error:
+        _say(str(error))
+        return 2
+    except GpumemError as error:
+        _say(str(error))
+        return 1
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        _say(f"{error.filename}: {reason}" if error.filename else reason)
+        return 1
+    except Exception as error:
+        _say(f"unexpected {type(error).__name__}: {error}; this is a bug in {PROGRAM}")
+        return 1
+
+
+def _flushed(code: int) -> int:
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

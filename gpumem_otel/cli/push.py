@@ -1,0 +1,227 @@
+"""`gpumem-otel push IN --url URL`: a file's profile to Pyroscope."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from gpumem_otel.cli.common import (
+    STDIN_NAME,
+    CommandFailed,
+    environ,
+    namer_for,
+    pick_devices,
+    progress,
+    read_bytes,
+    warn,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from gpumem_otel.config import Config
+    from gpumem_otel.core.snapshot import Snapshot
+
+__all__ = ["command"]
+
+_EPILOG = """\b
+Examples:
+  gpumem-otel push snapshot.pickle --url http://localhost:4040 --service my-job
+  PYROSCOPE_AUTH_TOKEN_FILE=token gpumem-otel push live.pb.gz --url https://profiles.example
+
+IN is a snapshot, a recording (its last snapshot) or a pprof file. Credentials, certificates and
+the tenant come from the PYROSCOPE_* variables. Profiles of another time than the last hour are
+sent with the time of now, since the server refuses them otherwise.
+"""
+
+_DEFAULT_SERVICE = "gpumem-otel"
+
+_OLDEST_SECONDS = 3600 - 60
+"""validation.reject-older-than is 1 h; a minute for the way and for clocks."""
+_NEWEST_SECONDS = 600 - 60
+"""validation.reject-newer-than is 10 min."""
+
+
+class _Parcel(NamedTuple):
+    """One pprof to push; device None where the file's samples carry it themselves."""
+
+    device: int | None
+    data: bytes
+    total_bytes: int
+    samples: int
+
+
+@click.command("push", epilog=_EPILOG, short_help="Send a file's profile to Pyroscope.")
+@click.argument("source", metavar="IN")
+@click.option("--url", metavar="URL", help="Server (default PYROSCOPE_SERVER_ADDRESS).")
+@click.option("--service", metavar="NAME", help="Service name (default OTEL_SERVICE_NAME).")
+@click.option("--device", type=int, metavar="N", help="Only this device.")
+@click.option("--tag", "tags", multiple=True, metavar="NAME=VALUE", help="One more label.")
+@click.option("--user", metavar="NAME", help="Basic auth (default PYROSCOPE_BASIC_AUTH_USER).")
+@click.option("--tenant", metavar="ID", help="X-Scope-OrgID (default PYROSCOPE_TENANT_ID).")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Of one push (default 10).")
+def command(
+    source: str,
+    *,
+    url: str | None,
+    service: str | None,
+    device: int | None,
+    tags: tuple[str, ...],
+    user: str | None,
+    tenant: str | None,
+    timeout: float | None,
+) -> None:
+    """Send the live profile of IN to Pyroscope, one push per device."""
+    from gpumem_otel.options import resolve
+
+    options: dict[str, object] = {
+        "pyroscope_url": url,
+        "service_name": service,
+        "basic_auth_user": user,
+        "tenant_id": tenant,
+        "timeout_seconds": timeout,
+        "tags": _pairs(tags) or None,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    config = resolve(environ(), **given)  # type: ignore[arg-type] # resolve checks each
+    for warning in config.warnings:
+        if warning.startswith("PYROSCOPE_"):
+            warn(warning)
+    if not config.pyroscope.url:
+        raise click.UsageError("Missing option '--url' (or PYROSCOPE_SERVER_ADDRESS)")
+    parcels = _parcels(source, device, config)
+    _send(source, parcels, config)
+
+
+def _pairs(tags: tuple[str, ...]) -> dict[str, str]:
+    pairs = {}
+    for tag in tags:
+        name, equals, value = tag.partition("=")
+        if not equals or not name.strip():
+            raise click.BadParameter(f"{tag!r} is not NAME=VALUE", param_hint="'--tag'")
+        pairs[name.strip()] = value
+    return pairs
+
+
+def _parcels(source: str, device: int | None, config: Config) -> list[_Parcel]:
+    data = read_bytes(source)
+    name = STDIN_NAME if source == "-" else source
+    with progress(f"reading {name}"):
+        parcel = _pprof_parcel(data)
+        if parcel is not None:
+            if device is not None:
+                raise click.BadParameter(
+                    f"{name} is a pprof file; it is sent as it is", param_hint="'--device'"
+                )
+            return [parcel]
+        from gpumem_otel.core.snapshot import parse_snapshot
+
+        snapshot = parse_snapshot(data, name)
+        return _snapshot_parcels(snapshot, pick_devices(snapshot, device), config)
+
+
+def _snapshot_parcels(snapshot: Snapshot, devices: Sequence[int], config: Config) -> list[_Parcel]:
+    from gpumem_otel.core import heap, pprof
+
+    time_ns = _usable_time_ns(_last_event_ns(snapshot, devices))
+    parcels = []
+    for device in devices:
+        profile = heap.live_profile(
+            snapshot,
+            device,
+            namer=namer_for(snapshot),
+            time_ns=time_ns,
+            max_depth=config.profiles.max_depth,
+        )
+        profile = heap.apply_budget(profile, max_samples=config.profiles.max_samples)
+        data = pprof.encode([profile], max_bytes=config.profiles.max_bytes)
+        parcels.append(_Parcel(device, data, profile.total_bytes, len(profile.samples)))
+    return parcels
+
+
+def _last_event_ns(snapshot: Snapshot, devices: Sequence[int]) -> int:
+    """Moment of the snapshot as far as its own trace tells, 0 where it does not."""
+    times = [event.time_us or 0 for device in devices for event in snapshot.events(device)]
+    return max(times, default=0) * 1000
+
+
+def _usable_time_ns(time_ns: int) -> int:
+    """The profile's own time where the server takes it, else now."""
+    now = time.time_ns()
+    inside = now - _OLDEST_SECONDS * 10**9 < time_ns < now + _NEWEST_SECONDS * 10**9
+    return time_ns if inside else now
+
+
+def _pprof_parcel(data: bytes) -> _Parcel | None:
+    """The parcel of a pprof file, None where the data is something else."""
+    from gpumem_otel.core import pprof
+    from gpumem_otel.errors import EncodeError
+
+    try:
+        decoded = pprof.decode(data)
+    except EncodeError:
+        return None
+    types = [name for name, unit in decoded.sample_types if unit == "bytes"]
+    total = decoded.total(types[-1]) if types else 0
+    raw = _gunzipped(data)
+    time_ns = _usable_time_ns(decoded.time_ns)
+    if time_ns != decoded.time_ns:
+        raw = _with_time(raw, time_ns)
+    return _Parcel(None, raw, total, len(decoded.samples))
+
+
+def _gunzipped(data: bytes) -> bytes:
+    """Decoded before: it is known to be whole and of bearable size."""
+    import gzip
+
+    return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+
+
+def _with_time(raw: bytes, time_ns: int) -> bytes:
+    """A pprof with another time_nanos: of a field that comes twice the last one counts."""
+    from gpumem_otel.core import wire
+
+    return raw + wire.int_field(9, time_ns)
+
+
+def _send(source: str, parcels: Sequence[_Parcel], config: Config) -> None:
+    from gpumem_otel.core.text import human_bytes
+    from gpumem_otel.errors import PushError
+    from gpumem_otel.export.pyroscope import PyroscopeSink, series_labels
+    from gpumem_otel.export.transport import Transport
+    from gpumem_otel.ranks import identify
+
+    base = environ()
+    who = identify(
+        base,
+        service_name=config.service_name or _DEFAULT_SERVICE,
+        namespace=config.namespace,
+        tags=config.tags,
+    )
+    transport = Transport(config.pyroscope, environ=base)
+    sink = PyroscopeSink(transport, config.pyroscope, lambda: who)
+    try:
+        with progress(f"pushing {source}") as report:
+            for done, parcel in enumerate(parcels):
+                labels = series_labels(who, device=parcel.device or 0)
+                if parcel.device is None:
+                    labels = tuple(pair for pair in labels if pair[0] != "device")
+                try:
+                    sink.send(parcel.data, labels, config.pyroscope.timeout_seconds)
+                except PushError as error:
+                    raise CommandFailed(
+                        f"{config.pyroscope.url}: {_what(parcel)} not pushed: {error}"
+                    ) from error
+                report(done + 1, len(parcels))
+                click.echo(
+                    f"pushed {_what(parcel)}: {human_bytes(parcel.total_bytes)} in "
+                    f"{parcel.samples} stacks to {config.pyroscope.url} as {who.service_name}"
+                )
+    finally:
+        transport.close()
+
+
+def _what(parcel: _Parcel) -> str:
+    return "pprof file" if parcel.device is None else f"device {parcel.device}"

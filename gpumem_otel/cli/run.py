@@ -1,0 +1,72 @@
+"""`gpumem-otel run -- python train.py`: the job as it is, with GPU memory export in it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gpumem_otel.cli import launch
+from gpumem_otel.cli.common import environ, warn
+
+if TYPE_CHECKING:
+    from gpumem_otel.config import Config
+
+__all__ = ["command"]
+
+_EPILOG = """\b
+Examples:
+  gpumem-otel run --serve -- python train.py
+  gpumem-otel run --pyroscope http://localhost:4040 --interval 30 -- torchrun train.py
+
+Options win over environment variables. The command takes this process over: signals and the
+exit code are its own. Python started with -I, -E or -S does not see it.
+"""
+
+
+@click.command(
+    "run",
+    epilog=_EPILOG,
+    context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
+    short_help="Run a training command with GPU memory export, no code change.",
+)
+@launch.job_options
+@click.option("--interval", type=float, metavar="SECONDS", help="Between profiles (default 60).")
+@click.option("--profiles", metavar="KINDS", help="live, or live,allocated.")
+@click.option("--serve/--no-serve", default=None, help="Serve /metrics and /debug/pprof/gpumem.")
+@click.option("--host", metavar="ADDRESS", help="Address to serve on (default 127.0.0.1).")
+@click.option("--port", type=int, metavar="N", help="Base port, plus local rank (default 9464).")
+@click.option("--metrics-level", type=click.Choice(["minimal", "standard", "full"]))
+@click.option("--record", metavar="FILE", help="Record to this file as well.")
+@click.argument("job", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
+def command(job: tuple[str, ...], record: str | None, **options: object) -> None:
+    """Run COMMAND with GPU memory export in every Python process of it, no code change."""
+    base = environ()
+    if record is not None:
+        options["record"] = str(Path.cwd() / record)  # the job may change its folder
+    if options.get("serve") is None and (options.get("port") or options.get("host")):
+        options["serve"] = True
+    ours = launch.child_environ(base, options)
+    config = launch.check_settings(base, ours)
+    if config.enabled and not _goes_somewhere(config):
+        warn("nothing is exported: give --serve, --pyroscope or --record, or set OTEL_* variables")
+    program = launch.find_command(job, ours)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    try:
+        os.execve(program, job, ours)  # noqa: S606 - running the user's command is the verb
+    except OSError as error:
+        raise launch.not_started(job[0], error) from error
+
+
+def _goes_somewhere(config: Config) -> bool:
+    return bool(
+        config.serve.enabled
+        or config.pyroscope.url
+        or config.metrics.otlp
+        or config.record_path
+        or config.host_profiles
+    )

@@ -1,0 +1,1 @@
+"""The folder that `gpumem-otel run` puts on PYTHONPATH; nothing else may lie in it."""

@@ -1,0 +1,40 @@
+"""Put on PYTHONPATH by `gpumem-otel run`: every Python process started there comes by here.
+
+It first gives way to the sitecustomize that this one hides, then arms the job. It imports
+neither torch nor the OpenTelemetry SDK; a process that never touches CUDA stays as it was.
+"""
+
+__all__: list[str] = []
+
+
+def _run() -> None:
+    # function scope: names of ours must not stay behind in the job's sitecustomize module
+    import sys
+    from importlib.machinery import PathFinder
+    from importlib.util import module_from_spec
+    from os.path import dirname, realpath
+
+    here = realpath(dirname(__file__))  # noqa: PTH120 - pathlib costs every process
+    others = [entry for entry in sys.path if realpath(entry or ".") != here]
+    sys.path[:] = others
+    spec = PathFinder.find_spec("sitecustomize", others)
+    try:
+        if spec is not None and spec.loader is not None:
+            hidden = module_from_spec(spec)
+            sys.modules["sitecustomize"] = hidden
+            spec.loader.exec_module(hidden)
+    finally:
+        try:
+            from gpumem_otel.instrumentor import start_from_environment
+
+            start_from_environment()
+        except Exception as error:
+            # the job goes on without us, but whoever started it should know
+            if sys.stderr is not None:
+                sys.stderr.write(
+                    f"gpumem-otel: {sys.executable} runs without it: "
+                    f"{type(error).__name__}: {error}\n"
+                )
+
+
+_run()

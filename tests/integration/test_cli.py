@@ -1,0 +1,314 @@
+"""The command line as processes: run, record, sd, doctor, pipes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support import pyroscope_query
+from support.cli_process import WAIT, clean_environ, cli, only_line
+from support.fake_pyroscope import FakePyroscope
+from support.recordings import DATA, make_recording
+
+from gpumem_otel.cli.main import main
+from gpumem_otel.core import pprof
+from gpumem_otel.core.model import Identity
+from gpumem_otel.serve import rundir
+
+PYTHON = DATA / "h200-torch2.11-train-python-stacks.pickle.gz"
+
+
+# run
+
+WHAT_IS_THERE = """
+import json, os, sys
+lifecycle = sys.modules.get("gpumem_otel.lifecycle")
+print(json.dumps({
+    "armed": lifecycle is not None and lifecycle.current() is not None,
+    "heavy": sorted({"torch", "opentelemetry", "click", "rich", "urllib3"} & set(sys.modules)),
+    "sitecustomize": getattr(sys.modules.get("sitecustomize"), "__file__", ""),
+    "path_has_ours": any("site_hook" in entry for entry in sys.path),
+    "theirs": os.environ.get("THEIRS", ""),
+    "pid": os.getpid(),
+}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(WHAT_IS_THERE)
+    return str(path)
+
+
+def test_run_arms_the_job_without_importing_anything_heavy(script):
+    done = cli("run", "--serve", "--", sys.executable, script)
+    assert (done.returncode, done.stderr) == (0, "")
+    seen = json.loads(done.stdout)
+    assert seen["armed"] is True
+    assert seen["heavy"] == []
+    assert seen["path_has_ours"] is False
+
+
+def test_without_run_nothing_is_armed(script):
+    done = subprocess.run(
+        [sys.executable, script], env=clean_environ(), capture_output=True, check=True
+    )
+    assert json.loads(done.stdout)["armed"] is False
+
+
+def test_run_disabled(script):
+    done = cli(
+        "run", "--serve", "--", sys.executable, script, env=clean_environ(GPUMEM_OTEL_DISABLED="1")
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["armed"] is False
+
+
+def test_run_chains_the_sitecustomize_that_it_hides(script, tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "sitecustomize.py").write_text("import os\nos.environ['THEIRS'] = __name__\nX = 1\n")
+    done = cli(
+        "run", "--serve", "--", sys.executable, script, env=clean_environ(PYTHONPATH=str(theirs))
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    seen = json.loads(done.stdout)
+    assert seen["armed"] is True
+    assert seen["theirs"] == "sitecustomize"
+    assert seen["sitecustomize"] == str(theirs / "sitecustomize.py")
+
+
+def test_run_arms_although_the_hidden_sitecustomize_fails(script, tmp_path):
+    """Python itself reports it, as it would have without us."""
+    (tmp_path / "sitecustomize.py").write_text("raise RuntimeError('theirs')")
+    done = cli(
+        "run", "--serve", "--", sys.executable, script, env=clean_environ(PYTHONPATH=str(tmp_path))
+    )
+    assert done.returncode == 0
+    assert "RuntimeError: theirs" in done.stderr
+    assert json.loads(done.stdout)["armed"] is True
+
+
+def test_run_in_a_python_without_us_says_so_and_goes_on(script, tmp_path):
+    (tmp_path / "gpumem_otel.py").write_text("raise ImportError('not for this Python')")
+    done = cli(
+        "run", "--serve", "--", sys.executable, script, env=clean_environ(PYTHONPATH=str(tmp_path))
+    )
+    assert done.returncode == 0
+    assert done.stderr.startswith("gpumem-otel: ")
+    assert done.stderr.count("\n") == 1
+    assert json.loads(done.stdout)["armed"] is False
+
+
+def test_run_reaches_children_of_the_command(script):
+    done = cli("run", "--", "sh", "-c", f"'{sys.executable}' '{script}'; exit 3")
+    assert done.returncode == 3
+    assert json.loads(done.stdout)["armed"] is True
+
+
+def test_run_is_the_process_of_the_command(script):
+    """The pid is the same: signals and exit codes are the job's own."""
+    command = [sys.executable, "-m", "gpumem_otel.cli.main", "run", "--", sys.executable, script]
+    with subprocess.Popen(command, env=clean_environ(), stdout=subprocess.PIPE) as process:
+        out, _ = process.communicate(timeout=WAIT)
+    assert json.loads(out)["pid"] == process.pid
+
+
+@pytest.mark.parametrize(("code", "returned"), [("raise SystemExit(7)", 7), ("1/0", 1)])
+def test_run_returns_the_exit_code(code, returned):
+    assert cli("run", "--", sys.executable, "-c", code).returncode == returned
+
+
+def test_run_dies_of_the_signal():
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    assert cli("run", "--", sys.executable, "-c", code).returncode == -signal.SIGKILL
+
+
+def test_run_without_a_destination_says_so(script):
+    done = cli("run", "--", sys.executable, script)
+    assert json.loads(done.stdout)["armed"] is True
+    assert done.stderr.startswith("gpumem-otel: warning: nothing is exported: give --serve")
+    assert done.stderr.count("\n") == 1
+
+
+def test_run_command_not_found():
+    done = cli("run", "--serve", "--", "no-such-command-here")
+    assert done.returncode == 127
+    assert only_line(done.stderr) == "gpumem-otel: error: no-such-command-here: command not found\n"
+
+
+def test_run_script_without_its_interpreter(tmp_path):
+    path = tmp_path / "job"
+    path.write_text("#!/no/such/python\n")
+    path.chmod(0o755)
+    done = cli("run", "--serve", "--", str(path))
+    assert done.returncode == 127
+    only_line(done.stderr)
+
+
+# record
+
+RECORDER = """
+import os, sys
+with open(os.environ["GPUMEM_OTEL_RECORD"], "wb") as file:
+    file.write(open(sys.argv[1], "rb").read())
+print(os.environ["GPUMEM_OTEL_INTERVAL"], os.environ["GPUMEM_OTEL_MAX_STALL_RATIO"])
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    path = tmp_path / "made"
+    path.write_bytes(make_recording(PYTHON.name, PYTHON.name))
+    return str(path)
+
+
+@pytest.mark.parametrize("code", [0, 5])
+def test_record_reports_and_returns_the_exit_code(tmp_path, recorded, code):
+    """GIVEN a job that leaves a recording WHEN it ends THEN its readings and size are told."""
+    done = cli(
+        "record", "out.gpumem", "--", sys.executable, "-c", RECORDER, recorded, str(code),
+        cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == code
+    assert done.stdout == "1 0.02\n"
+    assert f"{tmp_path / 'out.gpumem'}: 2 readings, " in done.stderr
+
+
+def test_record_without_a_gpu_says_that_nothing_was_recorded(tmp_path):
+    (tmp_path / "out.gpumem").write_bytes(b"older")
+    done = cli("record", "out.gpumem", "--", sys.executable, "-c", "print('ran')", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "ran\n")
+    assert "nothing was recorded" in only_line(done.stderr)
+    assert (tmp_path / "out.gpumem").read_bytes() == b"older"
+
+
+def test_record_of_a_failed_job_keeps_its_exit_code(tmp_path):
+    done = cli("record", "o", "--", sys.executable, "-c", "raise SystemExit(9)", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (9, "gpumem-otel: nothing was recorded\n")
+
+
+def test_record_finds_the_files_of_ranks(tmp_path, recorded):
+    code = """
+import os, shutil, sys
+stem = os.environ["GPUMEM_OTEL_RECORD"].removesuffix(".gpumem")
+for rank in (0, 1):
+    shutil.copy(sys.argv[1], f"{stem}-rank{rank}.gpumem")
+"""
+    done = cli("record", "o.gpumem", "--", sys.executable, "-c", code, recorded, cwd=tmp_path)
+    assert done.returncode == 0
+    assert [line.split(": ")[1] for line in done.stderr.splitlines()] == [
+        str(tmp_path / "o-rank0.gpumem"),
+        str(tmp_path / "o-rank1.gpumem"),
+    ]
+
+
+def test_record_passes_signals_on(tmp_path):
+    """SIGTERM sent to us ends the job, and its exit code is told as shells do."""
+    code = "import signal, sys; print('up', flush=True); signal.pause()"
+    command = [
+        sys.executable, "-m", "gpumem_otel.cli.main",
+        "record", "o", "--", sys.executable, "-c", code,
+    ]  # fmt: skip
+    with subprocess.Popen(
+        command, env=clean_environ(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+    ) as process:
+        assert process.stdout.readline() == b"up\n"
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=WAIT)
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.fixture
+def server():
+    with FakePyroscope() as fake:
+        yield fake
+
+
+# sd
+
+
+def test_sd_lists_living_processes(capsys, tmp_path, monkeypatch):
+    folder = tmp_path / "run"
+    assert main(["sd", "--run-dir", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    entry = rundir.entry_for(Identity(service_name="job", rank=3), ("127.0.0.1", 9467))
+    file = rundir.register(str(folder), entry)
+    out = tmp_path / "targets.json"
+    monkeypatch.setenv("GPUMEM_OTEL_RUN_DIR", str(folder))
+    assert main(["sd", "-o", str(out)]) == 0
+    (group,) = json.loads(out.read_text())
+    assert group["targets"] == ["127.0.0.1:9467"]
+    assert group["labels"]["__meta_gpumem_rank"] == "3"
+    file.remove()
+    assert main(["sd", "-o", str(out)]) == 0
+    assert json.loads(out.read_text()) == []
+
+
+def test_sd_of_an_unsafe_folder_fails(capsys, tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    folder.chmod(0o777)
+    assert main(["sd", "--run-dir", str(folder)]) == 1
+    assert "writable by others" in only_line(capsys.readouterr().err)
+
+
+def test_sd_watch_needs_a_file(capsys):
+    assert main(["sd", "--watch", "5"]) == 2
+    assert "-o FILE" in only_line(capsys.readouterr().err)
+
+
+# doctor
+
+
+def test_doctor_as_a_process(server, tmp_path):
+    environ = clean_environ(
+        PYROSCOPE_SERVER_ADDRESS=server.url, GPUMEM_OTEL_RUN_DIR=str(tmp_path / "run")
+    )
+    done = cli("doctor", "--json", env=environ)
+    form = json.loads(done.stdout)
+    assert (done.returncode, done.stderr) == (0, ""), form
+    states = {check["name"]: check["status"] for check in form["checks"]}
+    assert states["python"] == states["gpumem-otel"] == states["pyroscope"] == "ok"
+    assert pyroscope_query.total(server.url, "unknown_service:python") == 0
+    server.authorization = "Bearer other"
+    done = cli("doctor", "--json", env=environ)
+    assert done.returncode == 1
+    (check,) = [c for c in json.loads(done.stdout)["checks"] if c["name"] == "pyroscope"]
+    assert check["status"] == "problem"
+    assert "401" in check["detail"]
+
+
+# pipes and interrupts
+
+
+def test_closed_pipe_is_silent():
+    command = f"'{sys.executable}' -m gpumem_otel.cli.main top -n 1000 --json '{PYTHON}' | head -1"
+    done = subprocess.run(
+        ["bash", "-c", command], env=clean_environ(), capture_output=True, text=True, timeout=WAIT
+    )
+    assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+def test_stdin_and_stdout_in_a_pipeline():
+    with PYTHON.open("rb") as file:
+        done = cli("convert", "-", "-o", "-", stdin=file, text=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert pprof.decode(done.stdout).total("inuse_space") == 121_323_520
+
+
+def test_full_device_is_one_line():
+    done = cli("convert", str(PYTHON), "-o", "/dev/full")
+    assert done.returncode == 1
+    assert "No space left on device" in only_line(done.stderr)
+    with Path("/dev/full").open("w") as full:
+        done = cli("stats", "--json", str(PYTHON), stdout=full, stderr=subprocess.PIPE,
+                   capture_output=False)  # fmt: skip
+    assert done.returncode == 1
+    assert "No space left on device" in only_line(done.stderr)
