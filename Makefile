@@ -1,0 +1,71 @@
+# README's two commands are `make demo` and `make test`; each does all its own set-up.
+
+PYTHON ?= python3
+VENV ?= .venv
+CACHE ?= $(or $(GPUMEM_CACHE),$(HOME)/.cache/gpumem-otel)
+TORCH ?= 2.15.0
+DURATION ?= 30
+SERVERS_BIN = $(CACHE)/servers/bin
+PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+SOURCES = gpumem_otel tests tools benchmarks
+
+.PHONY: demo test check-servers test-torch test-gpu lint types docs docs-check format clean help
+
+help: ## what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
+
+# A machine with a GPU trains for real: torch from the system's Python where it is there, installed
+# otherwise. Without a GPU nothing of torch (5 GB) is needed.
+$(VENV)/demo.stamp: pyproject.toml
+	@if nvidia-smi -L >/dev/null 2>&1 && $(PYTHON) -c 'import torch' 2>/dev/null; then \
+		$(PYTHON) -m venv --system-site-packages $(VENV); else $(PYTHON) -m venv $(VENV); fi
+	$(PIP) install -c constraints.txt -e .
+	@if nvidia-smi -L >/dev/null 2>&1 && ! $(VENV)/bin/python -c 'import torch' 2>/dev/null; then \
+		$(PIP) install -c constraints.txt -e '.[torch]'; fi
+	@touch $@
+
+$(VENV)/test.stamp: $(VENV)/demo.stamp constraints.txt
+	$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: $(VENV)/demo.stamp ## train on the GPU, or replay a recorded training run without one
+	$(VENV)/bin/gpumem-otel demo --duration $(DURATION) $(DEMO)
+
+test: $(VENV)/test.stamp ## all tests that need neither a GPU, nor torch, nor servers
+	$(VENV)/bin/python -m pytest -m 'not servers' $(TESTS)
+
+check-servers: $(VENV)/test.stamp ## the tests with a real Prometheus and OpenTelemetry Collector
+	tools/servers/build.sh $(SERVERS_BIN)
+	GPUMEM_REQUIRE_SERVERS=1 GPUMEM_SERVERS_BIN=$(SERVERS_BIN) \
+		$(VENV)/bin/python -m pytest -m servers $(TESTS)
+
+# Outside the checkout: an installed torch is 5 GB.
+test-torch: ## the tests that touch torch, on TORCH=2.15.0 or an older one
+	$(PYTHON) -m venv $(CACHE)/torch-$(TORCH)
+	$(CACHE)/torch-$(TORCH)/bin/python -m pip --disable-pip-version-check --quiet install \
+		'torch==$(TORCH)' 'numpy<$(if $(filter 2.3%,$(TORCH)),2,3)' setuptools
+	$(CACHE)/torch-$(TORCH)/bin/python -m pip --disable-pip-version-check --quiet install \
+		-e '.[test]'
+	$(CACHE)/torch-$(TORCH)/bin/python -m pytest -m torch $(TESTS)
+
+test-gpu: ## the tests that need a CUDA device, with this Python's torch
+	$(PYTHON) -m pytest -m gpu $(TESTS)
+
+lint: $(VENV)/test.stamp ## ruff: rules and format
+	$(VENV)/bin/ruff check $(SOURCES)
+	$(VENV)/bin/ruff format --check $(SOURCES)
+
+types: $(VENV)/test.stamp ## mypy --strict
+	$(VENV)/bin/mypy
+
+docs: $(VENV)/test.stamp ## write the generated tables in docs/
+	$(VENV)/bin/python tools/docs.py
+
+docs-check: $(VENV)/test.stamp ## generated tables are current, links and commands are true
+	$(VENV)/bin/python tools/docs.py --check
+
+format: $(VENV)/test.stamp
+	$(VENV)/bin/ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis gpumem-demo

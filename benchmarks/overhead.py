@@ -1,0 +1,380 @@
+"""What gpumem_otel costs a training job, on one GPU: with, without, and PyTorch's own part.
+
+    python benchmarks/overhead.py --out benchmarks/results/overhead-h200.json
+
+Three states are compared in one process, in turn, so that clocks, caches and neighbours hit all
+of them alike: `off`; `recorder`, PyTorch's own recording of stacks alone
+(`torch.cuda.memory._record_memory_history("state", "state", "python")`); and `ours`, the whole
+agent: recording, read-outs every 5 s (a twelfth of the default interval, so twelve times its
+load), pushes to a server on loopback, /metrics served and scraped every second.
+
+The time of a state is wall time over steps of a whole segment, stalls included. Ratios are of
+segments that followed one another; the median of the pairs is quoted, all pairs are kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import gzip
+import http.client
+import http.server
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import gpumem_otel
+from gpumem_otel import lifecycle
+from gpumem_otel._version import __version__
+from gpumem_otel.core.pprof import gzip_bytes
+
+INTERVAL_SECONDS = 5.0
+
+
+class Block(nn.Module):
+    """A plain pre-norm transformer block out of many small kernels."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads = 8
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).chunk(3, -1)
+        shape = (batch, length, self.heads, width // self.heads)
+        q, k, v = (t.reshape(shape).transpose(1, 2) for t in (q, k, v))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+
+class Model(nn.Module):
+    """Token model: embedding, blocks, head."""
+
+    def __init__(self, width: int, layers: int, vocabulary: int = 1000) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(layers)])
+        self.head = nn.Linear(width, vocabulary)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Job:
+    """One training job; a segment is a number of steps with a device synchronization at its end."""
+
+    def __init__(self, width: int, layers: int, batch: int, length: int) -> None:
+        torch.manual_seed(0)
+        self.model = Model(width, layers).cuda()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), foreach=True)
+        self.tokens = torch.randint(0, 1000, (batch, length), device="cuda")
+
+    def step(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            logits = self.model(self.tokens)
+        nn.functional.cross_entropy(logits.flatten(0, 1).float(), self.tokens.flatten()).backward()
+        self.optimizer.step()
+
+    def segment(self, seconds: float) -> float:
+        """Mean seconds per step over at least so long."""
+        torch.cuda.synchronize()
+        start, steps = time.perf_counter(), 0
+        while time.perf_counter() - start < seconds:
+            for _ in range(5):
+                self.step()
+            steps += 5
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / steps
+
+
+class Sink(http.server.BaseHTTPRequestHandler):
+    """Takes every push at once, so that the sender's own work is what is measured."""
+
+    protocol_version = "HTTP/1.1"
+    sizes: list[tuple[int, int]] = []  # noqa: RUF012 - one list for all requests, on purpose
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.sizes.append((len(body), len(gzip.decompress(body))))
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        """No line per request."""
+
+
+@contextlib.contextmanager
+def server_process() -> Any:
+    """The sink in a process of its own: its Python work must not hold the job's lock."""
+    child = subprocess.Popen(
+        [sys.executable, __file__, "--sink"], stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    try:
+        yield f"http://127.0.0.1:{int(child.stdout.readline())}"
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def serve_sink() -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Sink)
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
+
+
+@contextlib.contextmanager
+def state(name: str, url: str) -> Any:
+    """Switch one of the three states on for a segment."""
+    record = torch.cuda.memory._record_memory_history  # noqa: SLF001 - the baseline itself
+    if name == "off":
+        yield None
+        return
+    if name == "recorder":
+        record("state", context="state", stacks="python")
+        try:
+            yield None
+        finally:
+            record(None)
+        return
+    gpumem_otel.install(
+        service_name="overhead",
+        pyroscope_url=url,
+        interval_seconds=INTERVAL_SECONDS,
+        serve=True,
+        port=0,
+        run_dir="/tmp/gpumem-otel-bench",
+    )
+    stop = threading.Event()
+    scraper = subprocess.Popen([sys.executable, __file__, "--scrape", str(wait_port())])
+    try:
+        yield None
+    finally:
+        stop.set()
+        scraper.terminate()
+        scraper.wait()
+        gpumem_otel.uninstall()
+
+
+def wait_port() -> int:
+    agent = lifecycle.current()
+    assert agent is not None
+    assert agent.wait_listening(10)
+    return agent.address[1]
+
+
+def scrape_forever(port: int) -> None:
+    while True:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+        with contextlib.suppress(OSError):
+            connection.request("GET", "/metrics")
+            connection.getresponse().read()
+        connection.close()
+        time.sleep(1)
+
+
+def compare(job: Job, url: str, pairs: int, seconds: float) -> dict[str, Any]:
+    """Segments of the three states in turn, order rotated, `pairs` times."""
+    job.segment(seconds)
+    for warm in ("recorder", "ours"):
+        with state(warm, url):
+            job.segment(seconds / 2)
+    rows: list[dict[str, float]] = []
+    order = ["off", "recorder", "ours"]
+    for _ in range(pairs):
+        row = {}
+        for name in order:
+            with state(name, url):
+                row[name] = job.segment(seconds)
+        rows.append(row)
+        order = order[1:] + order[:1]
+
+    def ratio(a: str, b: str) -> dict[str, Any]:
+        values = [row[a] / row[b] for row in rows]
+        return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+    return {
+        "step_ms": {n: statistics.median(r[n] for r in rows) * 1e3 for n in order},
+        "ours_over_off": ratio("ours", "off"),
+        "recorder_over_off": ratio("recorder", "off"),
+        "ours_over_recorder": ratio("ours", "recorder"),
+        "pairs": rows,
+    }
+
+
+def per_allocation(url: str, pairs: int, count: int = 20_000) -> dict[str, Any]:
+    """Microseconds per `torch.empty(1024)` and its free, by state, at stack depth 30."""
+
+    def at_depth(depth: int) -> float:
+        if depth:
+            return at_depth(depth - 1)
+        start = time.perf_counter()
+        for _ in range(count):
+            torch.empty(1024, device="cuda")
+        return (time.perf_counter() - start) / count * 1e6
+
+    rows = []
+    at_depth(30)
+    for _ in range(pairs):
+        row = {}
+        for name in ("off", "recorder", "ours"):
+            with state(name, url):
+                row[name] = at_depth(30)
+        row["uninstalled"] = at_depth(30)
+        rows.append(row)
+    return {
+        name: {
+            "median_us": statistics.median(r[name] for r in rows),
+            "all_us": [round(r[name], 3) for r in rows],
+        }
+        for name in rows[0]
+    }
+
+
+def read_outs(url: str, counts: tuple[int, ...]) -> dict[str, Any]:
+    """Cost of one read-out with so many live blocks of 200 distinct stacks of about 30 frames."""
+    results = {}
+    for count in counts:
+        gpumem_otel.install(service_name="blocks", pyroscope_url=url, interval_seconds=3600)
+        rss_before = resident_bytes()
+        keep = [allocate(30, i % 200) for i in range(count)]
+        torch.cuda.synchronize()
+        agent = lifecycle.current()
+        assert agent is not None
+        measure(agent)  # the first one names the frames
+        rows = [measure(agent) for _ in range(5)]
+        raw = [timed(torch.cuda.memory._snapshot) for _ in range(5)]  # noqa: SLF001
+        results[str(count)] = {
+            **{key: statistics.median(row[key] for row in rows) for key in rows[0]},
+            "raw_snapshot_ms": statistics.median(raw) * 1e3,
+            "host_bytes_per_block": (resident_bytes() - rss_before) / count,
+        }
+        result = results[str(count)]
+        result["total_over_raw"] = result["work_ms"] / result["raw_snapshot_ms"]
+        del keep
+        gpumem_otel.uninstall()
+        gc.collect()
+        torch.cuda.empty_cache()
+    return results
+
+
+def measure(agent: Any) -> dict[str, float]:
+    """One read-out, encoding and compression, as the background thread does them.
+
+    `work_ms` is CPU time of this thread: the rests between slices cost the job nothing.
+    """
+    readings: list[float] = []
+
+    def note(reading: Any) -> None:
+        readings.append(reading.stall_seconds)
+
+    agent.reader.tap.append(note)
+    started = time.thread_time()
+    profiles = agent.reader._live()  # noqa: SLF001 - without the sharing of close calls
+    data = [agent.encode(profile) for profile in profiles]
+    zipped = [gzip_bytes(one) for one in data]
+    work = time.thread_time() - started
+    agent.reader.tap.remove(note)
+    return {
+        "work_ms": work * 1e3,
+        "stall_ms": readings[-1] * 1e3,
+        "held_ms": agent.reader.last_stall_seconds * 1e3,
+        "profile_bytes": sum(map(len, data)),
+        "gzip_bytes": sum(map(len, zipped)),
+    }
+
+
+def allocate(depth: int, site: int) -> torch.Tensor:
+    """One block from one of 200 call sites."""
+    if depth:
+        return allocate(depth - 1, site)
+    return SITES[site]()
+
+
+def make_sites(count: int) -> list[Any]:
+    source = "\n".join(
+        f"def site{i}():\n    return torch.empty(512, device='cuda', dtype=torch.uint8)"
+        for i in range(count)
+    )
+    scope: dict[str, Any] = {"torch": torch}
+    exec(compile(source, "sites.py", "exec"), scope)
+    return [scope[f"site{i}"] for i in range(count)]
+
+
+SITES = make_sites(200)
+
+
+def timed(function: Any) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--pairs", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=6.0, help="length of one segment")
+    parser.add_argument("--sink", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--scrape", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.sink:
+        serve_sink()
+    if options.scrape:
+        scrape_forever(options.scrape)
+    with server_process() as url:
+        results: dict[str, Any] = {
+            "date": time.strftime("%Y-%m-%d"),
+            "gpu": torch.cuda.get_device_name(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "gpumem_otel": __version__,
+            "cores": os.cpu_count(),
+            "interval_seconds": INTERVAL_SECONDS,
+            "segment_seconds": options.seconds,
+        }
+        results["cpu_bound"] = compare(
+            Job(width=256, layers=12, batch=2, length=32), url, options.pairs, options.seconds
+        )
+        torch.cuda.empty_cache()
+        results["gpu_bound"] = compare(
+            Job(width=2048, layers=12, batch=16, length=1024), url, options.pairs, options.seconds
+        )
+        gc.collect()
+        torch.cuda.empty_cache()
+        results["per_allocation"] = per_allocation(url, options.pairs)
+        results["read_out"] = read_outs(url, (1_000, 10_000, 100_000))
+    text = json.dumps(results, indent=1)
+    print(text)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
