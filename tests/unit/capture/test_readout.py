@@ -153,6 +153,16 @@ def test_callers_within_a_second_share_one_read_out(torch, make, clock):
     assert len(torch.snapshots) == 2
 
 
+def test_a_push_never_shares_a_read_out(torch, make, clock):
+    reader = make()
+    reader.live()
+    clock.advance(0.1)
+    pushed = reader.live_now()
+    assert len(torch.snapshots) == 2
+    assert reader.live() is pushed  # a pull shares that of the push
+    assert len(torch.snapshots) == 2
+
+
 def test_two_threads_never_read_at_once(torch, make):
     torch.allocators[0].alloc(10)
     reader = make(share_seconds=0)

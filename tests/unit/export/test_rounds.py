@@ -110,6 +110,14 @@ def test_a_push_ends_before_the_next_read_out():
     assert bench.dropped["superseded"] >= 10
 
 
+def test_short_intervals_are_pushed_too():
+    bench = Bench(seconds=0.01, config=ProfileConfig(interval_seconds=0.5))
+    bench.run(until=10.2)
+    assert bench.read_at == [1.5 + 0.5 * turn for turn in range(18)]
+    assert len(bench.sink.tried) == 18
+    assert bench.dropped == {}
+
+
 def test_the_deadline_is_that_of_the_configuration():
     bench = Bench(push_timeout_seconds=3.0)
     bench.run(until=59)
