@@ -62,7 +62,9 @@ def process_facts(devices: Iterable[int]) -> dict[str, str]:
     if cuda:
         facts["cuda"] = str(cuda)
     try:
-        names = [str(torch.cuda.get_device_name(device)) for device in devices]
+        # nothing is allocated yet when a recording begins: the device that is current then
+        used = list(devices) or [torch.cuda.current_device()]
+        names = [str(torch.cuda.get_device_name(device)) for device in used]
     except Exception:  # a device that is going away
         names = []
     if names:

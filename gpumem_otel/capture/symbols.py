@@ -10,7 +10,6 @@ Where torch has no module `__getattr__`, its `_inductor` is not lazy and there i
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 from contextlib import contextmanager
@@ -55,14 +54,33 @@ class InductorGuard:
             self._ours.pop(ident, None)
 
     def _wrap(self, original: Callable[[str], Any]) -> Callable[[str], Any]:
-        ours = self._ours
-
-        @functools.wraps(original)
-        def module_getattr(name: str) -> Any:
+        def refuse() -> None:
             # an import that is under way on another thread has not bound the attribute yet:
             # waiting for it would hold up our thread, and torch does without
-            if name == _LAZY and ours.get(threading.get_ident()) == os.getpid():
-                raise AttributeError(name)
-            return original(name)
+            if self._ours.get(threading.get_ident()) == os.getpid():
+                raise AttributeError(_LAZY)
 
-        return module_getattr
+        return _hook(original, refuse)
+
+
+def _hook(original: Callable[[str], Any], refuse: Callable[[], None]) -> Callable[[str], Any]:
+    """`original`, except that `refuse` is asked first when the name is `_inductor`.
+
+    torch warns of deprecated names with the place two frames up, and filters such warnings by
+    that place: a Python function in between would let them through to the job. So the way to
+    `original` is one of C: a dict that lacks every name. Its only key has the hash of `_inductor`,
+    so that it is compared when that is looked up, and never else.
+    """
+
+    class Key:
+        def __hash__(self) -> int:
+            return hash(_LAZY)
+
+        def __eq__(self, other: object) -> bool:
+            if other == _LAZY:
+                refuse()
+            return False
+
+    names = type("_Names", (dict,), {"__missing__": staticmethod(original)})
+    hook: Callable[[str], Any] = names({Key(): None}).__getitem__
+    return hook

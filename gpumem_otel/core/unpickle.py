@@ -165,8 +165,11 @@ def _scan(data: bytes) -> None:
     run = _harmless(end >> 16).match
     position = 2
     while True:
-        if matched := run(data, position):
+        # again and again where the run is cut into pieces: a pair must not be cut in two
+        matched = run(data, position)
+        while matched and matched.end() > position:
             position = matched.end()
+            matched = run(data, position)
         if position >= end:
             raise _Refused("it is cut short")
         opcode = data[position]

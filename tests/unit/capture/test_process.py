@@ -20,6 +20,7 @@ def torch(monkeypatch):
     fake.cuda = SimpleNamespace(
         get_device_properties=lambda d: SimpleNamespace(name=names[d], uuid=uuids[d]),
         get_device_name=lambda d: names[d],
+        current_device=lambda: 2,
     )
     monkeypatch.setitem(sys.modules, "torch", fake)
     return fake
@@ -42,6 +43,7 @@ def test_facts(torch):
     assert facts["torch"] == "2.11.0"
     assert facts["cuda"] == "13.0"
     assert facts["devices"] == "NVIDIA H200"
+    assert process_facts([])["devices"] == "NVIDIA H100"
 
 
 @pytest.mark.parametrize(
