@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
+from gpumem_otel.core.frames import basename
 from gpumem_otel.core.text import human_bytes, percent, printable, top_rows
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gpumem_otel.core.model import HeapProfile, Observation
+    from gpumem_otel.core.model import Frame, HeapProfile, Observation
     from gpumem_otel.core.text import TopRow
 
 __all__ = ["Draw", "stack_line", "view"]
@@ -21,7 +22,6 @@ __all__ = ["Draw", "stack_line", "view"]
 _ROWS = 12
 _PLAIN_ROWS = 3
 _PLAIN_SECONDS = 5.0
-_FRAMES = 3
 
 
 class Draw(Protocol):
@@ -58,10 +58,22 @@ def view() -> Iterator[Draw]:
 
 
 def stack_line(row: TopRow) -> str:
-    """A stack in one line, from the leaf outwards."""
-    names = [frame.name for frame in row.stack[:_FRAMES]]
-    more = " < ..." if len(row.stack) > _FRAMES else ""
-    return printable(" < ".join(names) + more)
+    """A stack in one line: where it was allocated, and the job's own line that led there."""
+    leaf = row.stack[0]
+    own = next((frame for frame in row.stack if not frame.name.startswith("torch.")), leaf)
+    if own is leaf:
+        return printable(f"{_short(leaf)}{_place(leaf)}")
+    return printable(f"{_short(leaf)}, from {_short(own)}{_place(own)}")
+
+
+def _short(frame: Frame) -> str:
+    """`Linear.forward` of `torch.nn.modules.linear.Linear.forward`."""
+    name = frame.name.replace(".<locals>", "")
+    return name if name.startswith("[") else ".".join(name.split(".")[-2:])
+
+
+def _place(frame: Frame) -> str:
+    return f" ({basename(frame.filename)}:{frame.line})" if frame.filename else ""
 
 
 def _totals(observation: Observation | None) -> list[str]:
