@@ -124,7 +124,7 @@ def overhead() -> list[str]:
     lines = [
         f"{found['gpu']}, torch {found['torch']}, Python {found['python']}, {found['date']};",
         "`python benchmarks/overhead.py`, all pairs in",
-        f"[{OVERHEAD.name}]({OVERHEAD.relative_to(ROOT)}).",
+        f"[{OVERHEAD.name}]({OVERHEAD.relative_to(ROOT)}). {found.get('note', '')}".rstrip(),
         "",
         "| step time, median of pairs (min to max) | CPU-bound job | GPU-bound job |",
         "| --- | --- | --- |",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from support.fake_pyroscope import FakePyroscope
-from support.pyroscope_query import SNAPSHOTS, ask, total
+from support.pyroscope_query import SNAPSHOTS, total
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -326,6 +326,7 @@ def test_two_ranks_on_two_gpus(run, devices):
                 "--nproc-per-node", "2", "--max-restarts", "1",
             ),
             PYROSCOPE_SERVER_ADDRESS=server.url,
+            NCCL_SOCKET_IFNAME="lo",  # one host; its other addresses may not reach themselves
             GPUMEM_OTEL_PORT="19464",
             GPUMEM_OTEL_INTERVAL="2",
             GPUMEM_OTEL_MAX_STALL_RATIO="1",
@@ -340,12 +341,5 @@ def test_two_ranks_on_two_gpus(run, devices):
             for t in ranks:
                 assert f'rank="{t["rank"]}"' in t["info"][0]
                 assert f'restart="{turn}"' in t["info"][0]
-        found = ask(
-            server.url,
-            "LabelValues",
-            name="rank",
-            start=0,
-            end=2**41,
-            matchers=['{service_name="gpu-test"}'],
-        )
-        assert sorted(found["names"]) == ["0", "1"]
+        for rank in ("0", "1"):
+            assert total(server.url, "gpu-test", selector=f',rank="{rank}"') > 0
