@@ -9,7 +9,7 @@ SERVERS_BIN = $(CACHE)/servers/bin
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 SOURCES = gpumem_otel tests tools benchmarks
 
-.PHONY: demo test check-servers test-torch test-gpu lint types docs docs-check format clean help
+.PHONY: demo test test-oldest check-servers test-torch test-gpu lint types docs docs-check format clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -38,6 +38,15 @@ check-servers: $(VENV)/test.stamp ## the tests with a real Prometheus and OpenTe
 	tools/servers/build.sh $(SERVERS_BIN)
 	GPUMEM_REQUIRE_SERVERS=1 GPUMEM_SERVERS_BIN=$(SERVERS_BIN) \
 		$(VENV)/bin/python -m pytest -m servers $(TESTS)
+
+# What pyproject.toml promises: its lower bounds, which nobody else here installs.
+test-oldest: ## the parts that stand on other packages, on the oldest of them that we promise
+	$(PYTHON) -m venv $(CACHE)/oldest
+	$(CACHE)/oldest/bin/python -m pip --disable-pip-version-check --quiet install \
+		-c constraints-oldest.txt -e '.[test]'
+	$(CACHE)/oldest/bin/python -m pytest tests/unit/cli tests/unit/export tests/unit/serve \
+		tests/integration/test_agent.py tests/integration/test_listener.py \
+		tests/integration/test_otlp_export.py
 
 # Outside the checkout: an installed torch is 5 GB.
 test-torch: ## the tests that touch torch, on TORCH=2.15.0 or an older one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import signal
 import sys
@@ -12,6 +13,19 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# A shell starts a command in the background with SIGINT ignored, and all children inherit that:
+# whoever is sent a Ctrl-C by a test would go on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+if importlib.util.find_spec("hypothesis"):  # a Python with a GPU's torch may have none
+    from hypothesis import settings
+
+    # No time limits on single examples: machines are busy. CI tries the same examples each time.
+    settings.register_profile("local", deadline=None)
+    settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+    settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 

@@ -350,7 +350,7 @@ def test_allocations_are_taken_as_deltas(server, name, delta):
 def test_what_there_is(server):
     now = int(time.time() * 1000)
     span = {"start": now - 60_000, "end": now + 60_000}
-    assert server.push(ONE, labels=server.labels(rank="3")) == OK
+    assert server.push(pprof(), labels=server.labels(rank="3")) == OK
     kinds = ask(server.url, "ProfileTypes", **span)["profileTypes"]
     assert INUSE_SPACE in {kind["ID"] for kind in kinds}
     own = [f'{{service_name="{server.service}"}}']
@@ -359,7 +359,7 @@ def test_what_there_is(server):
 
 
 def test_diff(server):
-    assert server.push(ONE) == OK
+    assert server.push(pprof()) == OK
     now = int(time.time() * 1000)
     side = {
         "profileTypeID": INUSE_SPACE,
@@ -374,12 +374,14 @@ def test_diff(server):
 @pytest.mark.parametrize(
     "query",
     [
-        {"labelSelector": "{}", "start": 1, "end": 2, "profileTypeID": "no:type"},
+        {"labelSelector": "{}", "start": -60_000, "end": 60_000, "profileTypeID": "no:type"},
         {"labelSelector": "{}", "profileTypeID": INUSE_SPACE},
     ],
 )
 def test_queries_that_are_refused(server, query):
     path = "/querier.v1.QuerierService/SelectMergeStacktraces"
+    now = int(time.time() * 1000)
+    query = {key: value + now if isinstance(value, int) else value for key, value in query.items()}
     body = json.dumps(query).encode()
     reply = post(server.url, body, "application/json", zipped=False, path=path)
     assert reply.status == 400

@@ -72,6 +72,7 @@ def test_a_subclass_that_calls_super(counter, model):
     assert counter.stats().steps == 1
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor")  # torch 2.8 does so in its own LBFGS
 def test_a_closure_that_is_called_often(counter, model):
     optimizer = torch.optim.LBFGS(model.parameters())
 
@@ -198,8 +199,8 @@ def test_the_floor_is_read_at_most_twenty_times_a_second(model):
         optimizer.step()
     counter.stop()
     assert counter.stats().steps == 100
-    assert 15 <= len(reads) <= 20
-    assert dict(counter.stats().floor_bytes) == {0: 1000 + len(reads)}
+    assert 17 <= len(reads) <= 20
+    assert dict(counter.stats().floor_bytes) == {0: 1000 + len(reads) - 15}
 
 
 def test_a_slow_floor_is_read_less_often(model):
@@ -227,8 +228,12 @@ def test_a_floor_that_raises_never_reaches_the_job(model, caplog):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.step()
     optimizer.step()
+    counter.step()
     counter.stop()
-    assert [r.message for r in caplog.records] == ["steps are counted no more"]
+    assert [r.message for r in caplog.records] == [
+        "what is allocated at step boundaries is read no more"
+    ]
+    assert counter.stats().steps == 3
 
 
 def test_the_optimizer_is_not_kept_alive(counter, model):
@@ -245,6 +250,11 @@ from torch._dynamo.utils import counters
 if sys.argv[1] == "with":
     from gpumem_otel.capture.steps import StepCounter
     counter = StepCounter(); counter.start()
+elif torch.__version__.startswith("2.3."):
+    # there any hook at all, an empty one too, changes where a compiled step breaks
+    module = sys.modules["torch.optim.optimizer"]
+    module.register_optimizer_step_pre_hook(lambda *_: None)
+    module.register_optimizer_step_post_hook(lambda *_: None)
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 4)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
