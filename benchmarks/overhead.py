@@ -325,7 +325,7 @@ def measure(agent: Any) -> dict[str, float]:
     agent.reader.tap.append(note)
     started = time.thread_time()
     profiles = agent.reader._live()  # noqa: SLF001 - without the sharing of close calls
-    data = [agent.encode(profile) for profile in profiles]
+    data = [agent.answers.encode(profile) for profile in profiles]
     zipped = [gzip_bytes(one) for one in data]
     work = time.thread_time() - started
     agent.reader.tap.remove(note)

@@ -1,47 +1,50 @@
-"""Composition root: builds the parts from a Config; start, stop, flush, fork and exit handling.
+"""Composition root: builds the parts from a Config; start, stop, fork and exit handling.
 
-Nothing here may raise into the job: every step of ours is run by `_Guard`, which counts a failure,
-logs it once and goes on. The order of life:
+Nothing here may raise into the job: every action of ours is run by `_Guard`, which counts a
+failure, logs it once and goes on. The order of life:
 
-* `install()` in the job's thread: hooks that wait for torch and for CUDA; no thread, no socket;
+* `start()` in the job's thread: hooks that wait for torch and for CUDA; no thread, no socket;
 * the job initialises CUDA (or a recording is played): `_arm()`, still in the job's thread, switches
-  recording on and starts the background thread, the listener and the instruments;
-* `uninstall()`, or the end of the process: one last read-out and push within a bound, then
-  everything is undone, last made first.
+  recording on and starts the background thread, the listener and the instruments. What those
+  import is imported then, once, in the few processes that use a GPU, and not in all that import
+  torch;
+* `stop()`, or the end of the process: one last read-out and push within a bound, then everything
+  is undone, last made first. An agent that was stopped stays so.
 
-A forked child is silent: it drops what it inherited and waits for a CUDA context of its own.
+The agent's lock guards its own few fields and is never held while a part is started, stopped or
+asked. A forked child is silent: it drops what it inherited and waits for a CUDA context of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-from gpumem_otel import ranks
+from gpumem_otel.answers import Answers
 from gpumem_otel.capture.pacer import Pacer
-from gpumem_otel.config import process_environ
+from gpumem_otel.config import ServeConfig, process_environ
 from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.model import Observation, ProfileKind, StepStats
 from gpumem_otel.errors import CaptureError
+from gpumem_otel.ranks import in_notebook
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gpumem_otel.capture.readout import Reader
     from gpumem_otel.config import Config
-    from gpumem_otel.core.model import HeapProfile, Identity
-    from gpumem_otel.core.ports import FrameNamer, Reading, Source
+    from gpumem_otel.core.model import HeapProfile, Identity, Observation, ProfileKind, StepStats
+    from gpumem_otel.core.ports import FrameNamer, ProfileSink, Reading, Source
     from gpumem_otel.export.pusher import Pusher
     from gpumem_otel.export.transport import Transport
-    from gpumem_otel.serve.deps import Health
     from gpumem_otel.serve.server import Listener
 
-__all__ = ["Agent", "ProfilesCallback", "StepSource"]
+__all__ = ["Agent", "ProfilesCallback"]
 
 _log = logging.getLogger("gpumem_otel.agent")
 
@@ -51,17 +54,8 @@ EXIT_FLUSH_SECONDS = 5.0
 """What the last read-out and push may take when the process ends."""
 
 LISTENER_STOP_SECONDS = 1.0
-
-OBSERVE_SECONDS = 1.0
-"""Metrics are answered from values at most this old."""
-
-
-class StepSource(Protocol):
-    """Counts optimizer steps: hooks in a job, the recorded numbers in a replay."""
-
-    def stats(self) -> StepStats:
-        """Steps so far."""
-        ...
+LEAST_STOP_SECONDS = 0.1
+"""What each part is given to stop when the bound is used up."""
 
 
 class _Guard:
@@ -96,6 +90,7 @@ class Agent:
     Attributes:
         counters: what the parts count about themselves.
         reader: profiles on demand; None until armed.
+        answers: what the parts ask; None until armed.
     """
 
     def __init__(
@@ -108,30 +103,28 @@ class Agent:
     ) -> None:
         self.config = config
         self.counters = Counters()
-        self.reader: Reader | None = None
         self._given_source = source
         self._on_profiles = on_profiles
         self._environ = process_environ() if environ is None else environ
         self._guard = _Guard(self.counters)
         self._undo: list[tuple[str, Callable[[float], object]]] = []
-        self._pacer = Pacer()  # one for all that works under the reader's lock
+        # rests between slices of our work, but not while the process waits for us to end
+        self._pacer = Pacer(sleep=lambda seconds: time.sleep(0.0 if self._stopped else seconds))
         self._reset()
 
     def _reset(self) -> None:
         """Nothing is armed, in this process."""
         self._pid = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        self._stopped = False
         self._armed = False
         self._source = self._given_source
-        self._steps: StepSource | None = None
         self._listener: Listener | None = None
+        self._announced: Identity | None = None
         self._pusher: Pusher | None = None
         self._transport: Transport | None = None
-        self._identity: Identity | None = None
-        self._announced: Identity | None = None
-        self._observed: tuple[float, Observation | None] = (float("-inf"), None)
-        self._last_read_ns = 0
-        self.reader = None
+        self.reader: Reader | None = None
+        self.answers: Answers | None = None
 
     # life -----------------------------------------------------------------------------------
 
@@ -155,45 +148,74 @@ class Agent:
             max_window_events=self.config.capture.max_window_events,
             counters=self.counters,
             environ=self._environ,
-            pause=self._pacer.pause,
+            pacer=self._pacer,
         )
         self._source = source
         arming = Arming(self._arm, on_import=source.prepare)
         self._defer("arm", lambda _: source.stop())
-        self._defer("arm", lambda _: arming.stop())
-        arming.start()
-
-    def _defer(self, stage: str, undo: Callable[[float], object]) -> None:
-        """Remember how to undo what was just done; `undo` is given the seconds that are left."""
-        self._undo.append((stage, undo))
+        self._begin("arm", arming.start, lambda _: arming.stop())
 
     def _arm(self) -> None:
         """CUDA is there: start the parts. Runs on the job's thread and never raises."""
         with self._lock:
-            if self._armed or self._pid != os.getpid():
+            if self._armed or self._stopped or self._pid != os.getpid():
                 return
             self._armed = True
-            for stage, start in (
-                ("record", self._start_reading),
-                ("steps", self._start_steps),
-                ("listen", self._start_listener),
-                ("push", self._start_metrics),
-                ("push", self._start_host_profiles),
-                ("push", self._start_pusher),
-            ):
-                if not self._guard.run(stage, start) and stage == "record":
-                    return
+        for stage, start in (
+            ("record", self._start_reading),
+            ("steps", self._start_steps),
+            ("listen", self._start_listener),
+            ("push", self._start_metrics),
+            ("push", self._start_host_profiles),
+            ("push", self._start_pusher),
+        ):
+            if not self._guard.run(stage, start) and stage == "record":
+                return  # nothing can be read, so there is nothing to export
+            if self._stopped:
+                return
+        self._guard.run("arm", self._end_with_multiprocessing)
+
+    def _end_with_multiprocessing(self) -> None:
+        """A worker of multiprocessing may end without exit handlers, but runs its finalizers."""
+        process = sys.modules.get("multiprocessing.process")
+        util = sys.modules.get("multiprocessing.util")
+        if process is None or util is None or process.parent_process() is None:
+            return
+        finalizer = util.Finalize(None, self.stop, exitpriority=10)
+        self._defer("arm", lambda _: finalizer.cancel())
+
+    def _begin(
+        self, stage: str, start: Callable[[], object], undo: Callable[[float], object]
+    ) -> None:
+        """Start a part, and remember how to undo it; one that fails half way is undone at once."""
+        try:
+            start()
+        except BaseException:
+            self._guard.run(stage, partial(undo, LEAST_STOP_SECONDS))
+            raise
+        self._defer(stage, undo)
+
+    def _defer(self, stage: str, undo: Callable[[float], object]) -> None:
+        """Remember how to undo what was just done; `undo` is given the seconds that are left."""
+        with self._lock:
+            if not self._stopped:
+                self._undo.append((stage, undo))
+                return
+        # stopped meanwhile by another thread, which undid all it knew of
+        self._guard.run(stage, partial(undo, LEAST_STOP_SECONDS))
 
     def stop(self, timeout: float = EXIT_FLUSH_SECONDS) -> None:
         """Flush within the bound and undo everything, last made first; may be called twice."""
         if self._pid != os.getpid():
             return
         with self._lock:
+            self._stopped = True
             undo, self._undo = self._undo, []
         deadline = time.monotonic() + timeout
         for stage, action in reversed(undo):
-            self._guard.run(stage, partial(action, max(deadline - time.monotonic(), 0.1)))
-        self._reset()
+            left = max(deadline - time.monotonic(), LEAST_STOP_SECONDS)
+            self._guard.run(stage, partial(action, left))
+        self._listener = None
 
     def after_fork_in_child(self) -> None:
         """Drop what was inherited, touching nothing of the parent's; wait for CUDA anew."""
@@ -205,9 +227,9 @@ class Agent:
             self._guard.run("fork", self._pusher.abandon_after_fork)
         if self._transport is not None:
             self._guard.run("fork", self._transport.abandon_after_fork)
-        was_armed = self._armed
-        source = self._source
+        was_armed, was_stopped, source = self._armed, self._stopped, self._source
         self._reset()
+        self._stopped = was_stopped
         if was_armed or self._given_source is not None:
             # the parent has a context or plays a recording: neither is this child's
             self._undo = []
@@ -232,16 +254,26 @@ class Agent:
         namer: FrameNamer = QualifiedNamer(pause=self._pacer.pause)
         if self.config.profiles.redact_paths:
             namer = with_basename_paths(namer)
-        self.reader = Reader(
+        reader = Reader(
             source,
             namer=namer,
             clock=SystemClock(),
             counters=self.counters,
             config=self.config.profiles,
             pacer=self._pacer,
-            describe=self._describe,
+            describe=lambda: () if self.answers is None else self.answers.describe(),
         )
-        self.reader.tap.append(self._note_reading)
+        reader.tap.append(self._note_reading)
+        self.reader = reader
+        self.answers = Answers(
+            self.config,
+            environ=self._environ,
+            source=source,
+            reader=reader,
+            counters=self.counters,
+            pacer=self._pacer,
+            live_process=self._given_source is None,
+        )
         if self.config.record_path:
             self._guard.run("record", partial(self._start_recording, namer))
 
@@ -249,39 +281,40 @@ class Agent:
         from gpumem_otel.capture.process import process_facts
         from gpumem_otel.export.recordfile import RecordingFile
 
+        reader, answers = self._armed_parts()
         recording = RecordingFile(
             self.config.record_path,
-            identity=self.identity(),
-            facts=process_facts(self._devices()),
+            identity=answers.identity(),
+            facts=process_facts(answers.devices()),
             namer=namer,
+            counters=self.counters,
+            pacer=self._pacer,
         )
         self._defer("record", lambda _: recording.close())
-        reader = self.reader
-        if reader is not None:
-            reader.tap.append(
-                lambda reading: self._guard.run(
-                    "record", partial(recording.add, reading, self._step_stats())
-                )
+        reader.tap.append(
+            lambda reading: self._guard.run(
+                "record", partial(recording.add, reading, answers.step_stats())
             )
-            reader.window_tap.append(
-                lambda reading, seconds: self._guard.run(
-                    "record", partial(recording.add_window, reading, seconds)
-                )
+        )
+        reader.window_tap.append(
+            lambda reading, seconds: self._guard.run(
+                "record", partial(recording.add_window, reading, seconds)
             )
+        )
 
     def _start_steps(self) -> None:
-        stats = getattr(self._given_source, "steps", None)
-        if stats is not None:
-            self._steps = _RecordedSteps(stats)
+        _, answers = self._armed_parts()
+        recorded = getattr(self._given_source, "steps", None)
+        if recorded is not None:
+            answers.steps = _RecordedSteps(recorded)
             return
         if self._given_source is not None or not self.config.capture.steps:
             return
         from gpumem_otel.capture.steps import StepCounter
 
         counter = StepCounter(allocated=getattr(self._source, "allocated", dict))
-        self._defer("steps", lambda _: counter.stop())
-        counter.start()
-        self._steps = counter
+        self._begin("steps", counter.start, lambda _: counter.stop())
+        answers.steps = counter
 
     def _start_listener(self) -> None:
         if not self.config.serve.enabled:
@@ -291,7 +324,8 @@ class Agent:
         from gpumem_otel.serve.deps import AppDeps
         from gpumem_otel.serve.server import Listener
 
-        identity = self.identity()
+        _, answers = self._armed_parts()
+        identity = answers.identity()
         exposition = Exposition(
             self.observe,
             self.config.metrics.level,
@@ -301,18 +335,21 @@ class Agent:
         listener = Listener(
             AppDeps(
                 metrics=exposition.render,
-                profile=self.profile,
-                health=self.health,
+                profile=answers.profile,
+                health=answers.health,
                 service_name=identity.service_name,
             ),
-            self.config.serve,
+            _for_notebooks(self.config.serve),
             local_rank=identity.local_rank,
             counters=self.counters,
-            identity=self.identity,
+            identity=answers.identity,
         )
         # daemons in any case: a profile that is being made does not hold up the exit
-        self._defer("listen", lambda left: listener.stop(min(left, LISTENER_STOP_SECONDS)))
-        listener.start()
+        self._begin(
+            "listen",
+            listener.start,
+            lambda left: listener.stop(min(left, LISTENER_STOP_SECONDS)),
+        )
         self._listener, self._announced = listener, identity
 
     def _start_metrics(self) -> None:
@@ -320,192 +357,86 @@ class Agent:
             return
         from gpumem_otel.export.otel import OtelMetrics
 
+        _, answers = self._armed_parts()
         otel = OtelMetrics(
             self.observe,
             self.config.metrics.level,
-            self.identity(),
+            answers.identity(),
             dict(self.config.metrics.otlp_environ),
             self.config.metrics.otlp_interval_seconds,
             self.counters,
         )
-        self._defer("push", otel.stop)
-        otel.start()
+        self._begin("push", otel.start, otel.stop)
 
     def _start_host_profiles(self) -> None:
         if not self.config.host_profiles or not self.config.pyroscope.url:
             return
         from gpumem_otel.export.hostprofiles import start_host_profiles, stop_host_profiles
 
-        if start_host_profiles(self.config.pyroscope, self.identity()):
+        _, answers = self._armed_parts()
+        if start_host_profiles(self.config.pyroscope, answers.identity()):
             self._defer("push", lambda _: stop_host_profiles())
 
     def _start_pusher(self) -> None:
         from gpumem_otel.export.pusher import Pusher
 
-        reader, source = self.reader, self._source
-        if reader is None or source is None:
+        reader, answers = self._armed_parts()
+        source = self._source
+        if source is None:
             return
-        sink = None
+        sinks: list[ProfileSink] = []
         if self.config.pyroscope.url:
-            from gpumem_otel.export.pyroscope import PyroscopeSink
-            from gpumem_otel.export.transport import Transport
-
-            transport = Transport(self.config.pyroscope, environ=self._environ)
-            self._transport = transport
-            self._defer("push", lambda _: transport.close())
-            sink = PyroscopeSink(transport, self.config.pyroscope, self.identity, self.counters)
+            # without a sink read-outs still go on: for metrics, recordings and callbacks
+            self._guard.run("push", lambda: sinks.append(self._make_sink(answers)))
+        callbacks = () if self._on_profiles is None else (self._on_profiles,)
         pusher = Pusher(
             _SinceLast(reader),
-            sink,
+            sinks[0] if sinks else None,
             config=self.config.profiles,
-            identity=self.identity,
+            identity=answers.identity,
             status=source.status,
-            encode=self.encode,
+            encode=answers.encode,
             counters=self.counters,
             stall_seconds=lambda: reader.last_stall_seconds,
-            on_profiles=() if self._on_profiles is None else (self._on_profiles,),
+            on_profiles=callbacks,
             push_timeout_seconds=self.config.pyroscope.timeout_seconds,
+            final_read=bool(sinks or callbacks or self.config.record_path),
         )
-        self._defer("push", pusher.stop)
-        pusher.start()
+        answers.interval_seconds = lambda: pusher.interval_seconds
+        self._begin("push", pusher.start, pusher.stop)
         self._pusher = pusher
 
-    # what the parts ask -----------------------------------------------------------------------
+    def _make_sink(self, answers: Answers) -> ProfileSink:
+        from gpumem_otel.export.pyroscope import PyroscopeSink
+        from gpumem_otel.export.transport import Transport
 
-    def identity(self) -> Identity:
-        """Who this process is, read again once torch.distributed and its devices are known."""
-        from gpumem_otel.capture.process import device_uuids, distributed_rank
+        transport = Transport(self.config.pyroscope, environ=self._environ)
+        self._transport = transport
+        self._defer("push", lambda _: transport.close())
+        return PyroscopeSink(transport, self.config.pyroscope, answers.identity, self.counters)
 
-        identity = self._identity
-        if identity is None:
-            identity = ranks.identify(
-                self._environ,
-                service_name=self.config.service_name,
-                namespace=self.config.namespace,
-                tags=self.config.tags,
-            )
-        known = distributed_rank() if self._given_source is None else None
-        if known is not None and known != (identity.rank, identity.world_size):
-            identity = replace(identity, rank=known[0], world_size=known[1])
-        missing = [d for d in self._devices() if d not in identity.device_uuids]
-        if missing and self._given_source is None and (found := device_uuids(missing)):
-            identity = replace(identity, device_uuids={**identity.device_uuids, **found})
-        self._identity = identity
-        return identity
+    def _armed_parts(self) -> tuple[Reader, Answers]:
+        if self.reader is None or self.answers is None:
+            raise CaptureError("read: nothing is armed")
+        return self.reader, self.answers
+
+    # what the parts and the job ask ------------------------------------------------------------
 
     def observe(self) -> Observation | None:
-        """Everything the METRICS table reads from, at most a second old; None: nothing yet."""
-        source, reader = self._source, self.reader
-        if source is None or reader is None or self._pid != os.getpid():
-            return None
-        with self._lock:
-            taken, last = self._observed
-            if time.monotonic() - taken < OBSERVE_SECONDS:
-                return last
-            started = time.monotonic()
-            status = source.status()
-            observation = (
-                Observation(
-                    identity=self.identity(),
-                    status=status,
-                    time_ns=time.time_ns(),
-                    devices=source.stats(),
-                    books=reader.books(),
-                    steps=self._step_stats(),
-                    counters=self.counters.snapshot(),
-                )
-                if status.armed
-                else None
-            )
-            self.counters.add("exporter_runs", stage="stats")
-            self.counters.add("exporter_seconds", time.monotonic() - started, stage="stats")
-            self._observed = (time.monotonic(), observation)
-            return observation
-
-    def profile(
-        self,
-        kind: ProfileKind,
-        device: int | None,
-        seconds: float | None,
-        stop: threading.Event,
-    ) -> bytes:
-        """Gzipped pprof for the listener: all devices (or one) in one profile.
+        """Values of the METRICS table; None where nothing is armed in this process.
 
         Raises:
-            CaptureError: it can not be had here.
-            ValueError: there is no such device or kind.
+            CaptureError: the allocator could not be read.
         """
-        from gpumem_otel.core.pprof import gzip_bytes
-
-        reader = self.reader
-        if reader is None:
-            raise CaptureError("read: nothing is armed")
-        if kind is ProfileKind.LIVE:
-            profiles = reader.live()
-        elif kind is ProfileKind.ALLOCATED:
-            window = seconds or self.config.profiles.allocated_window_seconds
-            profiles = reader.allocated(window, stop)
-        else:
-            raise ValueError(f"kind {kind.value} is not recorded here; ask for live or allocated")
-        if device is not None:
-            here = ", ".join(str(profile.device) for profile in profiles) or "none"
-            profiles = tuple(profile for profile in profiles if profile.device == device)
-            if not profiles:
-                raise ValueError(f"device {device} is not used by this process; used: {here}")
-        return gzip_bytes(self._encode(profiles, kind, {"rank": str(self.identity().rank)}))
-
-    def encode(self, profile: HeapProfile) -> bytes:
-        """One profile of one device as uncompressed pprof within the budget."""
-        return self._encode((profile,), profile.kind, None)
-
-    def _encode(
-        self,
-        profiles: tuple[HeapProfile, ...],
-        kind: ProfileKind,
-        device_labels: Mapping[str, str] | None,
-    ) -> bytes:
-        from gpumem_otel.core.pprof import encode
-
-        started = time.monotonic()
-        pacer = Pacer()  # one per call: pulls and pushes may encode at the same time
-        pacer.begin()
-        data = encode(
-            profiles,
-            device_labels=device_labels,
-            max_bytes=self.config.profiles.max_bytes,
-            kind=kind,
-            pause=pacer.pause,
-        )
-        self.counters.add("exporter_stall_seconds", pacer.end())
-        self.counters.add("exporter_runs", stage="encode")
-        self.counters.add("exporter_seconds", time.monotonic() - started, stage="encode")
-        return data
-
-    def health(self) -> Health:
-        """How the exporter is, for /healthz."""
-        from gpumem_otel.serve.deps import Health
-
-        source = self._source
-        status = source.status() if source is not None else None
-        reasons = []
-        if status is None or not status.armed:
-            reasons.append("nothing is armed")
-        elif not status.supported:
-            reasons.append(f"profiles can not be had here: {status.reason}")
-        ages = {}
-        if self._last_read_ns:
-            ages["read"] = (time.time_ns() - self._last_read_ns) / 1e9
-        pushed = self.counters.get("last_push_timestamp_seconds", kind="live")
-        if pushed:
-            ages["push"] = time.time() - pushed
-        elif self.config.pyroscope.url and self.counters.get("exporter_errors", stage="push"):
-            reasons.append("no profile was pushed yet, and pushes failed")
-        return Health(ok=not reasons, reasons=tuple(reasons), ages=ages)
+        answers = self.answers
+        if answers is None or self._stopped or self._pid != os.getpid():
+            return None
+        return answers.observe()
 
     def step(self) -> None:
         """One step of the job has ended; the job says so itself."""
-        counter = self._steps
-        explicit = getattr(counter, "step", None)
+        answers = self.answers
+        explicit = getattr(answers.steps if answers is not None else None, "step", None)
         if explicit is not None:
             explicit()
 
@@ -522,29 +453,15 @@ class Agent:
         """Read and send now; whether everything was stored in time."""
         return self._pusher is not None and self._pusher.flush(timeout)
 
-    def _devices(self) -> tuple[int, ...]:
-        source = self._source
-        return source.status().devices if source is not None else ()
-
-    def _step_stats(self) -> StepStats:
-        return self._steps.stats() if self._steps is not None else StepStats()
-
     def _note_reading(self, reading: Reading) -> None:
-        self._last_read_ns = reading.time_ns
-        known, identity = self._announced, self.identity()
-        if self._listener is not None and identity != known:
+        answers, listener = self.answers, self._listener
+        if answers is None:
+            return
+        answers.last_read_ns = reading.time_ns
+        identity = answers.identity()
+        if listener is not None and identity != self._announced:
             self._announced = identity  # torch.distributed came up: the run file says the rank
-            self._listener.announce()
-
-    def _describe(self) -> tuple[str, ...]:
-        from gpumem_otel.capture.process import process_facts
-
-        identity = self.identity()
-        facts = process_facts(self._devices())
-        rank = f"rank {identity.rank} of {identity.world_size}, restart {identity.restart}"
-        where = f"node {identity.node}, process {identity.pid}"
-        uuids = [f"device {d}: {uuid}" for d, uuid in sorted(identity.device_uuids.items())]
-        return (rank, where, *uuids, *(f"{name} {value}" for name, value in facts.items()))
+            listener.announce()
 
 
 class _SinceLast:
@@ -563,3 +480,10 @@ class _RecordedSteps:
 
     def stats(self) -> StepStats:
         return self._stats()
+
+
+def _for_notebooks(config: ServeConfig) -> ServeConfig:
+    """Several kernels run side by side on one machine: any free port, unless one was chosen."""
+    if config.port == ServeConfig().port and in_notebook(sys.modules):
+        return replace(config, port=0)
+    return config

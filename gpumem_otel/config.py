@@ -69,7 +69,7 @@ class ProfileConfig:
     interval_seconds: float = 60.0
     """Cadence of live profiles, at wall-clock multiples of it. `GPUMEM_OTEL_INTERVAL`."""
     kinds: tuple[str, ...] = ("live",)
-    """`live`, `allocated`. `GPUMEM_OTEL_PROFILES`, comma separated."""
+    """`live`, `allocated`; comma separated in the variable. `GPUMEM_OTEL_PROFILES`."""
     allocated_window_seconds: float = 2.0
     """Length of the recorded window behind one `allocated` profile.
     `GPUMEM_OTEL_ALLOCATED_WINDOW`."""
@@ -77,9 +77,11 @@ class ProfileConfig:
     """Budget of the whole job, divided by the world size: it stretches the interval.
     `GPUMEM_OTEL_JOB_PUSH_BYTES_PER_SECOND`."""
     max_bytes: int = 1_500_000
-    """Uncompressed pprof. `GPUMEM_OTEL_MAX_PROFILE_BYTES`."""
+    """Of one uncompressed pprof; beyond it the smallest stacks are merged into `[other]`.
+    `GPUMEM_OTEL_MAX_PROFILE_BYTES`."""
     max_samples: int = 15_000
-    """`GPUMEM_OTEL_MAX_PROFILE_SAMPLES`."""
+    """Stacks in one profile; beyond it the smallest are merged into `[other]`.
+    `GPUMEM_OTEL_MAX_PROFILE_SAMPLES`."""
     max_depth: int = 512
     """Frames per stack; the middle is cut. `GPUMEM_OTEL_MAX_STACK_DEPTH`."""
     max_stall_ratio: float = 0.001
@@ -94,27 +96,30 @@ class PyroscopeConfig:
     """Where profiles are pushed; nothing is pushed without a URL."""
 
     url: str = ""
-    """`PYROSCOPE_SERVER_ADDRESS`."""
+    """Server, like `https://host:4040/prefix`, without credentials in it.
+    `PYROSCOPE_SERVER_ADDRESS`."""
     basic_auth_user: str = ""
-    """`PYROSCOPE_BASIC_AUTH_USER`."""
+    """Basic authentication, where there is no bearer token. `PYROSCOPE_BASIC_AUTH_USER`."""
     basic_auth_password: Secret = field(default_factory=lambda: Secret(""))
-    """`PYROSCOPE_BASIC_AUTH_PASSWORD`."""
+    """Its password. `PYROSCOPE_BASIC_AUTH_PASSWORD`."""
     bearer_token: Secret = field(default_factory=lambda: Secret(""))
-    """`PYROSCOPE_AUTH_TOKEN`."""
+    """Bearer token, in place of basic authentication. `PYROSCOPE_AUTH_TOKEN`."""
     bearer_token_file: str = ""
-    """Read again at each push, so that a rotated token is taken. `PYROSCOPE_AUTH_TOKEN_FILE`."""
+    """File with the bearer token, read again at each push, so that a rotated one is taken.
+    `PYROSCOPE_AUTH_TOKEN_FILE`."""
     tenant_id: str = ""
-    """`X-Scope-OrgID`. `PYROSCOPE_TENANT_ID`."""
+    """Sent as `X-Scope-OrgID`. `PYROSCOPE_TENANT_ID`."""
     headers: tuple[tuple[str, Secret], ...] = ()
-    """Extra request headers. `PYROSCOPE_HTTP_HEADERS`, `name=value,name=value`."""
+    """Extra request headers; `name=value,name=value` in the variable. `PYROSCOPE_HTTP_HEADERS`."""
     ca_file: str = ""
     """PEM bundle of the server's CA, instead of the system's. `PYROSCOPE_CA_FILE`."""
     client_cert_file: str = ""
-    """`PYROSCOPE_CLIENT_CERT_FILE`."""
+    """PEM certificate shown to the server. `PYROSCOPE_CLIENT_CERT_FILE`."""
     client_key_file: str = ""
-    """`PYROSCOPE_CLIENT_KEY_FILE`."""
-    proxy: str = ""
-    """`PYROSCOPE_PROXY`; else `HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY` as usual."""
+    """Its key, where the certificate's file does not hold it. `PYROSCOPE_CLIENT_KEY_FILE`."""
+    proxy: Secret = field(default_factory=lambda: Secret(""))
+    """URL of a proxy, `user:password@` allowed; without it `HTTPS_PROXY`, `HTTP_PROXY` and
+    `NO_PROXY` count as usual. `PYROSCOPE_PROXY`."""
     timeout_seconds: float = 10.0
     """Deadline of one push, connection and answer together. `PYROSCOPE_TIMEOUT`."""
 
@@ -124,15 +129,17 @@ class MetricsConfig:
     """Which metrics are exported, and how."""
 
     level: str = "standard"
-    """`minimal`, `standard`, `full`. `GPUMEM_OTEL_METRICS_LEVEL`."""
+    """How many metrics there are: `minimal`, `standard`, `full`. `GPUMEM_OTEL_METRICS_LEVEL`."""
     otlp: bool = False
-    """Register OpenTelemetry instruments. On when `OTEL_METRICS_EXPORTER` names `otlp`, or an
-    `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT` is set and
-    `OTEL_METRICS_EXPORTER` is not `none`."""
+    """Register OpenTelemetry instruments. Where nothing is said here, `OTEL_METRICS_EXPORTER`
+    decides: on if it names `otlp`. Where that is not set either, it is on if
+    `OTEL_EXPORTER_OTLP_ENDPOINT` or `OTEL_EXPORTER_OTLP_METRICS_ENDPOINT` is set. Both only
+    unless `OTEL_SDK_DISABLED` is `true`. `GPUMEM_OTEL_OTLP`."""
     otlp_environ: tuple[tuple[str, str], ...] = field(default=(), repr=False)
     """The `OTEL_*` variables as they were, for the exporter of our own."""
     otlp_interval_seconds: float = 60.0
-    """`OTEL_METRIC_EXPORT_INTERVAL` (milliseconds)."""
+    """Seconds between exports of our own over OTLP; the variable is in milliseconds.
+    `OTEL_METRIC_EXPORT_INTERVAL`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,28 +147,30 @@ class ServeConfig:
     """The listener for /metrics and /debug/pprof/gpumem; off unless asked for."""
 
     enabled: bool = False
-    """`GPUMEM_OTEL_SERVE`, or on when `OTEL_METRICS_EXPORTER` names `prometheus`."""
+    """Listen. Where nothing is said here, it is on if `OTEL_METRICS_EXPORTER` names `prometheus`.
+    `GPUMEM_OTEL_SERVE`."""
     host: str = "127.0.0.1"
-    """`GPUMEM_OTEL_HOST`, else `OTEL_EXPORTER_PROMETHEUS_HOST`."""
+    """Address to listen on. `GPUMEM_OTEL_HOST`, else `OTEL_EXPORTER_PROMETHEUS_HOST`."""
     port: int = 9464
     """Base port; a process listens on base + local rank. 0: any free port (notebooks).
     `GPUMEM_OTEL_PORT`, else `OTEL_EXPORTER_PROMETHEUS_PORT`."""
     token: Secret = field(default_factory=lambda: Secret(""))
     """Bearer token that readers must show. `GPUMEM_OTEL_TOKEN`."""
     token_file: str = ""
-    """`GPUMEM_OTEL_TOKEN_FILE`."""
+    """File with such a token, read again when it changes. `GPUMEM_OTEL_TOKEN_FILE`."""
     tls_cert_file: str = ""
-    """`GPUMEM_OTEL_TLS_CERT_FILE`."""
+    """PEM certificate: the listener speaks TLS. `GPUMEM_OTEL_TLS_CERT_FILE`."""
     tls_key_file: str = ""
-    """`GPUMEM_OTEL_TLS_KEY_FILE`."""
+    """Its key, where the certificate's file does not hold it. `GPUMEM_OTEL_TLS_KEY_FILE`."""
     tls_client_ca_file: str = ""
     """Readers must show a certificate of this CA. `GPUMEM_OTEL_TLS_CLIENT_CA_FILE`."""
     allowed_hosts: tuple[str, ...] = ()
     """Host header names accepted besides loopback names, the bound address and this machine's
-    name and addresses (`*`: any). `GPUMEM_OTEL_ALLOWED_HOSTS`, comma separated."""
+    name and addresses (`*`: any); comma separated in the variable.
+    `GPUMEM_OTEL_ALLOWED_HOSTS`."""
     run_dir: str = ""
-    """Where listening processes register for `gpumem-otel sd`. `GPUMEM_OTEL_RUN_DIR`, else
-    `$XDG_RUNTIME_DIR/gpumem-otel`, else `/tmp/gpumem-otel-<uid>`."""
+    """Folder where listening processes register for `gpumem-otel sd`; without it
+    `$XDG_RUNTIME_DIR/gpumem-otel`, else `/tmp/gpumem-otel-<uid>`. `GPUMEM_OTEL_RUN_DIR`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +179,21 @@ class Config:
 
     enabled: bool = True
     service_name: str = ""
+    """Of all profiles, and of metrics over OTLP; without it `service.name` of
+    `OTEL_RESOURCE_ATTRIBUTES`, else `unknown_service:python`. `OTEL_SERVICE_NAME`."""
     namespace: str = ""
+    """Namespace on all profiles; without it `service.namespace` or `k8s.namespace.name` of
+    `OTEL_RESOURCE_ATTRIBUTES`. `GPUMEM_OTEL_NAMESPACE`, else `POD_NAMESPACE`."""
+    run_id: str = ""
+    """Tells runs of one job apart; without it what the launcher says. `GPUMEM_OTEL_RUN_ID`."""
     tags: tuple[tuple[str, str], ...] = ()
+    """Labels of your own on every profile; `name=value,name=value` in the variable.
+    `GPUMEM_OTEL_TAGS`."""
     record_path: str = ""
+    """File that every read-out is written to. `GPUMEM_OTEL_RECORD`."""
     host_profiles: bool = False
+    """Start pyroscope-io too, for CPU and host heap profiles with the same labels.
+    `GPUMEM_OTEL_HOST_PROFILES`."""
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     profiles: ProfileConfig = field(default_factory=ProfileConfig)
     pyroscope: PyroscopeConfig = field(default_factory=PyroscopeConfig)

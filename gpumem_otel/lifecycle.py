@@ -42,7 +42,8 @@ class _State:
         self.lock = threading.RLock()
         self.agent: Agent | None = None
         self.at_fork = False
-        self.watched: list[tuple[str, weakref.ReferenceType[object]]] = []
+        self.watched: dict[int, tuple[str, weakref.ReferenceType[object]]] = {}
+        self.unwatchable: set[str] = set()
         self.participants: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
@@ -87,6 +88,7 @@ def uninstall() -> None:
     with _STATE.lock:
         agent, _STATE.agent = _STATE.agent, None
         _STATE.watched.clear()
+        _STATE.participants.clear()
     atexit.unregister(uninstall)
     if agent is not None:
         agent.stop()
@@ -115,16 +117,20 @@ def watch(*objects: object, **named: object) -> None:
     """
     for name, item in [*(("", item) for item in objects), *named.items()]:
         try:
-            reference = weakref.ref(item)
+            # the entry goes with its object
+            reference = weakref.ref(item, lambda gone: _STATE.watched.pop(id(gone), None))
         except TypeError:
-            _log.warning("watch: a %s can not be watched", type(item).__name__)
+            kind = type(item).__name__
+            if kind not in _STATE.unwatchable:
+                _STATE.unwatchable.add(kind)
+                _log.warning("watch: a %s can not be watched", kind)
             continue
-        _STATE.watched.append((name, reference))
+        _STATE.watched[id(reference)] = (name, reference)
 
 
 def watched() -> Iterator[tuple[str, object]]:
     """(name, object) of what is watched and still alive; the name is "" where none was given."""
-    for name, reference in list(_STATE.watched):
+    for name, reference in list(_STATE.watched.values()):
         item = reference()
         if item is not None:
             yield name, item

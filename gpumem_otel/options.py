@@ -8,30 +8,27 @@ a variable that a cluster sets for every job must not kill one of them.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
-from urllib.parse import unquote, urlsplit
 
+from gpumem_otel import parsers as p
 from gpumem_otel.config import (
     CaptureConfig,
     Config,
     MetricsConfig,
     ProfileConfig,
     PyroscopeConfig,
-    Secret,
     ServeConfig,
 )
+from gpumem_otel.core.pairs import parse_pairs
 from gpumem_otel.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
     from typing_extensions import Unpack
 
-__all__ = ["OPTIONS", "InstallOptions", "Option", "resolve", "resource_attributes"]
-
-
-class _UnusableError(ValueError):
-    """What is wrong with a value, one clause that follows the option's name."""
+__all__ = ["OPTIONS", "InstallOptions", "Option", "resolve"]
 
 
 class InstallOptions(TypedDict, total=False):
@@ -40,6 +37,7 @@ class InstallOptions(TypedDict, total=False):
     enabled: bool
     service_name: str
     namespace: str
+    run_id: str
     tags: Mapping[str, str]
     record_path: str
     host_profiles: bool
@@ -82,118 +80,6 @@ class InstallOptions(TypedDict, total=False):
     run_dir: str
 
 
-_Parser = Callable[[object], object]
-"""A keyword's value or a variable's text -> the field's value; ValueError says what is wrong."""
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise _UnusableError("must be a string")
-    return value
-
-
-def _flag(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
-    word = value.strip().lower() if isinstance(value, str) else ""
-    if word in {"1", "true", "yes", "on"}:
-        return True
-    if word in {"", "0", "false", "no", "off"}:
-        return False
-    raise _UnusableError("must be true or false")
-
-
-def _integer(low: int, high: int) -> _Parser:
-    def parse(value: object) -> int:
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise _UnusableError("must be a whole number")
-        try:
-            number = int(value)
-        except ValueError:
-            raise _UnusableError("must be a whole number") from None
-        if not low <= number <= high:
-            raise _UnusableError(f"must be between {low} and {high}")
-        return number
-
-    return parse
-
-
-def _number(low: float, high: float, *, scale: float = 1.0) -> _Parser:
-    """Scale is applied to text alone: variables may have another unit than the field."""
-
-    def parse(value: object) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-            raise _UnusableError("must be a number")
-        try:
-            number = float(value) * (scale if isinstance(value, str) else 1.0)
-        except ValueError:
-            raise _UnusableError("must be a number") from None
-        if not low <= number <= high:
-            raise _UnusableError(f"must be between {low:g} and {high:g}")
-        return number
-
-    return parse
-
-
-def _one_of(*words: str) -> _Parser:
-    def parse(value: object) -> str:
-        word = _text(value).strip().lower()
-        if word not in words:
-            raise _UnusableError(f"must be one of {', '.join(words)}")
-        return word
-
-    return parse
-
-
-def _words(*allowed: str) -> _Parser:
-    def parse(value: object) -> tuple[str, ...]:
-        parts = value.split(",") if isinstance(value, str) else value
-        if not isinstance(parts, (list, tuple, set, frozenset)):
-            raise _UnusableError("must be a list of words")
-        words = tuple(word for part in parts if (word := _text(part).strip()))
-        for word in words:
-            if allowed and word not in allowed:
-                raise _UnusableError(f"{word!r} is none of {', '.join(allowed)}")
-        return tuple(dict.fromkeys(words))
-
-    return parse
-
-
-def _pairs(value: object) -> tuple[tuple[str, str], ...]:
-    """`name=value,name=value` as in OTEL_RESOURCE_ATTRIBUTES (percent-encoded), or a mapping."""
-    if isinstance(value, Mapping):
-        return tuple(sorted((_text(name), str(item)) for name, item in value.items()))
-    pairs: dict[str, str] = {}
-    for part in _text(value).split(","):
-        if not part.strip():
-            continue
-        name, equals, item = part.partition("=")
-        if not equals or not name.strip():
-            raise _UnusableError("must be name=value, comma separated")
-        pairs[unquote(name.strip())] = unquote(item.strip())
-    return tuple(sorted(pairs.items()))
-
-
-def _secret(value: object) -> Secret:
-    return value if isinstance(value, Secret) else Secret(_text(value).strip())
-
-
-def _secret_pairs(value: object) -> tuple[tuple[str, Secret], ...]:
-    return tuple((name, Secret(item)) for name, item in _pairs(value))
-
-
-def _url(value: object) -> str:
-    text = _text(value).strip().rstrip("/")
-    if not text:
-        return ""
-    parts = urlsplit(text)
-    if parts.scheme not in {"http", "https"} or not parts.hostname:
-        raise _UnusableError("must be an http:// or https:// URL")
-    if parts.username or parts.password:
-        raise _UnusableError("must not hold a user or password; use the basic auth settings")
-    return text
-
-
 @dataclass(frozen=True, slots=True)
 class Option:
     """One setting: a keyword of `install()`, its environment variables, its place in Config."""
@@ -202,138 +88,141 @@ class Option:
     section: str
     field: str
     environ: tuple[str, ...]
-    parse: _Parser
+    parse: p.Parser
 
 
-def _option(name: str, section: str, field: str, environ: str, parse: _Parser) -> Option:
+def _option(name: str, section: str, field: str, environ: str, parse: p.Parser) -> Option:
     return Option(name, section, field, tuple(environ.split()), parse)
 
 
 OPTIONS: tuple[Option, ...] = (
-    _option("service_name", "", "service_name", "OTEL_SERVICE_NAME", _text),
-    _option("namespace", "", "namespace", "GPUMEM_OTEL_NAMESPACE POD_NAMESPACE", _text),
-    _option("tags", "", "tags", "GPUMEM_OTEL_TAGS", _pairs),
-    _option("record_path", "", "record_path", "GPUMEM_OTEL_RECORD", _text),
-    _option("host_profiles", "", "host_profiles", "GPUMEM_OTEL_HOST_PROFILES", _flag),
-    _option("stacks", "capture", "stacks", "GPUMEM_OTEL_STACKS", _one_of("python", "all")),
+    _option("service_name", "", "service_name", "OTEL_SERVICE_NAME", p.text),
+    _option("namespace", "", "namespace", "GPUMEM_OTEL_NAMESPACE POD_NAMESPACE", p.text),
+    _option("run_id", "", "run_id", "GPUMEM_OTEL_RUN_ID", p.text),
+    _option("tags", "", "tags", "GPUMEM_OTEL_TAGS", p.pairs),
+    _option("record_path", "", "record_path", "GPUMEM_OTEL_RECORD", p.text),
+    _option("host_profiles", "", "host_profiles", "GPUMEM_OTEL_HOST_PROFILES", p.flag),
+    _option("stacks", "capture", "stacks", "GPUMEM_OTEL_STACKS", p.one_of("python", "all")),
     _option(
         "max_window_events",
         "capture",
         "max_window_events",
         "GPUMEM_OTEL_WINDOW_EVENTS",
-        _integer(100, 10_000_000),
+        p.integer(100, 10_000_000),
     ),
-    _option("steps", "capture", "steps", "GPUMEM_OTEL_STEPS", _flag),
+    _option("steps", "capture", "steps", "GPUMEM_OTEL_STEPS", p.flag),
     _option(
         "interval_seconds",
         "profiles",
         "interval_seconds",
         "GPUMEM_OTEL_INTERVAL",
-        _number(0.1, 86_400),
+        p.number(0.1, 86_400),
     ),
-    _option("profiles", "profiles", "kinds", "GPUMEM_OTEL_PROFILES", _words("live", "allocated")),
+    _option("profiles", "profiles", "kinds", "GPUMEM_OTEL_PROFILES", p.words("live", "allocated")),
     _option(
         "allocated_window_seconds",
         "profiles",
         "allocated_window_seconds",
         "GPUMEM_OTEL_ALLOCATED_WINDOW",
-        _number(0.01, 300),
+        p.number(0.01, 300),
     ),
     _option(
         "job_push_bytes_per_second",
         "profiles",
         "job_push_bytes_per_second",
         "GPUMEM_OTEL_JOB_PUSH_BYTES_PER_SECOND",
-        _number(1, 1e12),
+        p.number(1, 1e12),
     ),
     _option(
         "max_profile_bytes",
         "profiles",
         "max_bytes",
         "GPUMEM_OTEL_MAX_PROFILE_BYTES",
-        _integer(10_000, 100_000_000),
+        p.integer(10_000, 100_000_000),
     ),
     _option(
         "max_profile_samples",
         "profiles",
         "max_samples",
         "GPUMEM_OTEL_MAX_PROFILE_SAMPLES",
-        _integer(10, 1_000_000),
+        p.integer(10, 1_000_000),
     ),
     _option(
         "max_stack_depth",
         "profiles",
         "max_depth",
         "GPUMEM_OTEL_MAX_STACK_DEPTH",
-        _integer(4, 1000),
+        p.integer(4, 1000),
     ),
     _option(
         "max_stall_ratio",
         "profiles",
         "max_stall_ratio",
         "GPUMEM_OTEL_MAX_STALL_RATIO",
-        _number(1e-6, 1),
+        p.number(1e-6, 1),
     ),
-    _option("redact_paths", "profiles", "redact_paths", "GPUMEM_OTEL_REDACT_PATHS", _flag),
-    _option("pyroscope_url", "pyroscope", "url", "PYROSCOPE_SERVER_ADDRESS", _url),
-    _option("basic_auth_user", "pyroscope", "basic_auth_user", "PYROSCOPE_BASIC_AUTH_USER", _text),
+    _option("redact_paths", "profiles", "redact_paths", "GPUMEM_OTEL_REDACT_PATHS", p.flag),
+    _option("pyroscope_url", "pyroscope", "url", "PYROSCOPE_SERVER_ADDRESS", p.url),
+    _option("basic_auth_user", "pyroscope", "basic_auth_user", "PYROSCOPE_BASIC_AUTH_USER", p.text),
     _option(
         "basic_auth_password",
         "pyroscope",
         "basic_auth_password",
         "PYROSCOPE_BASIC_AUTH_PASSWORD",
-        _secret,
+        p.secret,
     ),
-    _option("bearer_token", "pyroscope", "bearer_token", "PYROSCOPE_AUTH_TOKEN", _secret),
+    _option("bearer_token", "pyroscope", "bearer_token", "PYROSCOPE_AUTH_TOKEN", p.secret),
     _option(
-        "bearer_token_file", "pyroscope", "bearer_token_file", "PYROSCOPE_AUTH_TOKEN_FILE", _text
+        "bearer_token_file", "pyroscope", "bearer_token_file", "PYROSCOPE_AUTH_TOKEN_FILE", p.text
     ),
-    _option("tenant_id", "pyroscope", "tenant_id", "PYROSCOPE_TENANT_ID", _text),
-    _option("headers", "pyroscope", "headers", "PYROSCOPE_HTTP_HEADERS", _secret_pairs),
-    _option("ca_file", "pyroscope", "ca_file", "PYROSCOPE_CA_FILE", _text),
+    _option("tenant_id", "pyroscope", "tenant_id", "PYROSCOPE_TENANT_ID", p.text),
+    _option("headers", "pyroscope", "headers", "PYROSCOPE_HTTP_HEADERS", p.secret_pairs),
+    _option("ca_file", "pyroscope", "ca_file", "PYROSCOPE_CA_FILE", p.text),
     _option(
-        "client_cert_file", "pyroscope", "client_cert_file", "PYROSCOPE_CLIENT_CERT_FILE", _text
+        "client_cert_file", "pyroscope", "client_cert_file", "PYROSCOPE_CLIENT_CERT_FILE", p.text
     ),
-    _option("client_key_file", "pyroscope", "client_key_file", "PYROSCOPE_CLIENT_KEY_FILE", _text),
-    _option("proxy", "pyroscope", "proxy", "PYROSCOPE_PROXY", _text),
-    _option("timeout_seconds", "pyroscope", "timeout_seconds", "PYROSCOPE_TIMEOUT", _number(1, 60)),
+    _option("client_key_file", "pyroscope", "client_key_file", "PYROSCOPE_CLIENT_KEY_FILE", p.text),
+    _option("proxy", "pyroscope", "proxy", "PYROSCOPE_PROXY", p.secret),
+    _option(
+        "timeout_seconds", "pyroscope", "timeout_seconds", "PYROSCOPE_TIMEOUT", p.number(1, 60)
+    ),
     _option(
         "metrics_level",
         "metrics",
         "level",
         "GPUMEM_OTEL_METRICS_LEVEL",
-        _one_of("minimal", "standard", "full"),
+        p.one_of("minimal", "standard", "full"),
     ),
-    _option("otlp", "metrics", "otlp", "GPUMEM_OTEL_OTLP", _flag),
+    _option("otlp", "metrics", "otlp", "GPUMEM_OTEL_OTLP", p.flag),
     _option(
         "otlp_interval_seconds",
         "metrics",
         "otlp_interval_seconds",
         "OTEL_METRIC_EXPORT_INTERVAL",
-        _number(0.1, 86_400, scale=0.001),
+        p.number(0.1, 86_400, scale=0.001),
     ),
-    _option("serve", "serve", "enabled", "GPUMEM_OTEL_SERVE", _flag),
-    _option("host", "serve", "host", "GPUMEM_OTEL_HOST OTEL_EXPORTER_PROMETHEUS_HOST", _text),
+    _option("serve", "serve", "enabled", "GPUMEM_OTEL_SERVE", p.flag),
+    _option("host", "serve", "host", "GPUMEM_OTEL_HOST OTEL_EXPORTER_PROMETHEUS_HOST", p.text),
     _option(
         "port",
         "serve",
         "port",
         "GPUMEM_OTEL_PORT OTEL_EXPORTER_PROMETHEUS_PORT",
-        _integer(0, 65_535),
+        p.integer(0, 65_535),
     ),
-    _option("token", "serve", "token", "GPUMEM_OTEL_TOKEN", _secret),
-    _option("token_file", "serve", "token_file", "GPUMEM_OTEL_TOKEN_FILE", _text),
-    _option("tls_cert_file", "serve", "tls_cert_file", "GPUMEM_OTEL_TLS_CERT_FILE", _text),
-    _option("tls_key_file", "serve", "tls_key_file", "GPUMEM_OTEL_TLS_KEY_FILE", _text),
+    _option("token", "serve", "token", "GPUMEM_OTEL_TOKEN", p.secret),
+    _option("token_file", "serve", "token_file", "GPUMEM_OTEL_TOKEN_FILE", p.text),
+    _option("tls_cert_file", "serve", "tls_cert_file", "GPUMEM_OTEL_TLS_CERT_FILE", p.text),
+    _option("tls_key_file", "serve", "tls_key_file", "GPUMEM_OTEL_TLS_KEY_FILE", p.text),
     _option(
         "tls_client_ca_file",
         "serve",
         "tls_client_ca_file",
         "GPUMEM_OTEL_TLS_CLIENT_CA_FILE",
-        _text,
+        p.text,
     ),
-    _option("allowed_hosts", "serve", "allowed_hosts", "GPUMEM_OTEL_ALLOWED_HOSTS", _words()),
-    _option("run_dir", "serve", "run_dir", "GPUMEM_OTEL_RUN_DIR", _text),
+    _option("allowed_hosts", "serve", "allowed_hosts", "GPUMEM_OTEL_ALLOWED_HOSTS", p.words()),
+    _option("run_dir", "serve", "run_dir", "GPUMEM_OTEL_RUN_DIR", p.text),
 )
 """All settings but `enabled`, which is `GPUMEM_OTEL_DISABLED` turned round."""
 
@@ -342,16 +231,6 @@ _RESOURCE_FIELDS = {
     "namespace": ("service.namespace", "k8s.namespace.name"),
 }
 """Settings that OTEL_RESOURCE_ATTRIBUTES may hold."""
-
-
-def resource_attributes(environ: Mapping[str, str]) -> dict[str, str]:
-    """OTEL_RESOURCE_ATTRIBUTES as a dict; what can not be read is left out."""
-    attributes: dict[str, str] = {}
-    for part in environ.get("OTEL_RESOURCE_ATTRIBUTES", "").split(","):
-        name, equals, value = part.partition("=")
-        if equals and name.strip():
-            attributes[unquote(name.strip())] = unquote(value.strip())
-    return attributes
 
 
 def _exporters(environ: Mapping[str, str]) -> set[str]:
@@ -370,7 +249,7 @@ def _standard_defaults(environ: Mapping[str, str]) -> dict[str, object]:
     }
     if environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         implied["otlp"] = False
-    attributes = resource_attributes(environ)
+    attributes = parse_pairs(environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
     for name, keys in _RESOURCE_FIELDS.items():
         value = next((attributes[key] for key in keys if attributes.get(key)), "")
         if value:
@@ -413,8 +292,8 @@ def resolve(environ: Mapping[str, str], **options: Unpack[InstallOptions]) -> Co
         sorted((name, value) for name, value in environ.items() if name.startswith("OTEL_"))
     )
     try:
-        disabled = _flag(environ.get("GPUMEM_OTEL_DISABLED", ""))
-    except ValueError as error:
+        disabled = p.flag(environ.get("GPUMEM_OTEL_DISABLED", ""))
+    except p.UnusableError as error:
         warnings.append(f"GPUMEM_OTEL_DISABLED {error}; ignored")
         disabled = False
     enabled = given.get("enabled", True)
@@ -442,7 +321,7 @@ def _find(
     if given.get(option.name) is not None:
         try:
             return (option.parse(given[option.name]),)
-        except ValueError as error:
+        except p.UnusableError as error:
             raise ConfigError(f"option {option.name!r} {error}") from None
     for variable in option.environ:
         text = environ.get(variable, "")
@@ -450,7 +329,7 @@ def _find(
             continue
         try:
             return (option.parse(text),)
-        except ValueError as error:
+        except p.UnusableError as error:
             # never the value itself: it may be a secret
             warnings.append(f"{variable} {error}; ignored")
     return None

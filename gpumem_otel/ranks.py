@@ -17,7 +17,7 @@ from gpumem_otel.core.model import Identity
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["DEFAULT_SERVICE_NAME", "identify"]
+__all__ = ["DEFAULT_SERVICE_NAME", "identify", "in_notebook"]
 
 DEFAULT_SERVICE_NAME = "unknown_service:python"
 """What OpenTelemetry calls a Python process that was given no name."""
@@ -90,11 +90,12 @@ def identify(
     *,
     service_name: str = "",
     namespace: str = "",
+    run_id: str = "",
     tags: tuple[tuple[str, str], ...] = (),
 ) -> Identity:
     """Identity from the launcher's variables; without any it is rank 0 of 1."""
     launcher = next((one for one in _LAUNCHERS if _text(environ, one.rank)), _LAUNCHERS[0])
-    run_id = _text(environ, ("GPUMEM_OTEL_RUN_ID", *launcher.run_id))
+    run_id = run_id or _text(environ, launcher.run_id)
     rank = _number(environ, launcher.rank, 0)
     return Identity(
         service_name=service_name or DEFAULT_SERVICE_NAME,
@@ -109,3 +110,21 @@ def identify(
         pid=os.getpid(),
         tags=tags,
     )
+
+
+def in_notebook(modules: Mapping[str, object]) -> bool:
+    """Whether this process is the kernel of a notebook (Jupyter, Colab, VS Code).
+
+    A kernel's shell, unlike the one of a terminal, knows its kernel. That `ipykernel` was imported
+    says less: progress bars and widgets do so in any process.
+
+    Args:
+        modules: of the process, `sys.modules`.
+    """
+    get_shell = getattr(modules.get("IPython"), "get_ipython", None)
+    if get_shell is None:  # still being imported, or not at all
+        return False
+    try:
+        return getattr(get_shell(), "kernel", None) is not None
+    except Exception:  # the shell is others' code, and this is only a question
+        return False

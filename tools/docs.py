@@ -46,6 +46,15 @@ def field_docs(path: Path) -> dict[tuple[str, str], str]:
     return found
 
 
+def meaning(text: str) -> tuple[str, tuple[str, ...]]:
+    """A field's doc -> (what it says, the variables that its last sentence consists of)."""
+    found = re.search(r"(?:^|(?<=\. ))`[A-Z_]+`(?:, else `[A-Z_]+`)*\.$", text)
+    if found is None:
+        return text.removesuffix("."), ()
+    variables = tuple(re.findall(r"[A-Z_]+", found.group()))
+    return text[: found.start()].strip().removesuffix("."), variables
+
+
 def configuration() -> str:
     """The page of all settings."""
     docs = field_docs(Path(config_module.__file__))
@@ -66,10 +75,7 @@ def configuration() -> str:
         section = getattr(defaults, option.section) if option.section else defaults
         value = getattr(section, option.field)
         shown = "" if option.name == "run_dir" else plain(value)
-        text = docs.get((type(section).__name__, option.field), "")
-        for variable in option.environ:
-            text = text.replace(f"`{variable}`", "")
-        text = re.sub(r"(\s*[,.]?\s*else)?\s*[,.]?\s*$", "", text).strip().rstrip(".")
+        text, _ = meaning(docs.get((type(section).__name__, option.field), ""))
         variables = ", ".join(f"`{name}`" for name in option.environ)
         lines.append(f"| `{option.name}` | {variables} | {shown} | {text.replace('|', '/')} |")
     return "\n".join(lines) + "\n"

@@ -6,8 +6,11 @@ found by its file, its functions by walking what it holds, the right one of seve
 by its line. Sources are never read or parsed, nothing is imported, no code of the job runs (no
 `__getattr__` of lazy modules, no properties).
 
+Files of no loaded module (cells of a notebook, generated code) are looked for in `__main__`, which
+is walked once for all of them, and again only once it holds more or fewer names than before.
+
 Limits: functions that no module holds any more (replaced, made by `exec`) get `module.name`;
-two lambdas in one line are one; a file that belongs to no loaded module gives `file.py:name`.
+two lambdas in one line are one; what neither a module nor `__main__` holds is `file.py:name`.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpumem_otel.core.frames import file_function_namer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from gpumem_otel.core.ports import Pause
 
@@ -29,6 +32,7 @@ __all__ = ["QualifiedNamer"]
 
 _PAUSE_EVERY: Final = 32
 _MAX_NAMES: Final = 200_000
+_MAX_FILES: Final = 2_000
 _MAX_CODES_PER_FILE: Final = 50_000
 _MAX_DEPTH: Final = 8
 _FUNCTIONS_ASKED: Final = 64
@@ -52,6 +56,8 @@ class QualifiedNamer:
         self._modules: dict[str, str] = {}
         self._modules_seen: set[str] = set()
         self._files: dict[str, _File] = {}
+        self._of_main: dict[str, _File] = {}  # files of no module, all from one walk
+        self._main_size = -1
 
     def __call__(self, name: str, filename: str, line: int) -> str:
         """The unique name; never raises."""
@@ -72,7 +78,7 @@ class QualifiedNamer:
         if module_name is None:
             # cells of a notebook and scripts run by others define their functions in __main__
             known = bool(filename) and name != "<module>"
-            qualname = self._qualname("__main__", filename, name, line) if known else None
+            qualname = self._in_main(filename, name, line) if known else None
             if qualname is None:
                 return file_function_namer(name, filename, line)
             return f"__main__.{qualname}"
@@ -113,14 +119,33 @@ class QualifiedNamer:
         file = self._files.get(filename)
         if file is None or (file.size != len(namespace) and file.find(name, line) is None):
             # the first time, or the module has grown since (a script that is still running)
-            file = self._files[filename] = _File(len(namespace))
-            for code, qualname in self._codes(namespace, filename):
+            file = _File(len(namespace))
+            for code, qualname in self._codes(namespace, filename.__eq__):
                 file.add(code, qualname)
+            self._files.pop(filename, None)
+            while len(self._files) >= _MAX_FILES:
+                self._files.pop(next(iter(self._files)), None)  # the one walked longest ago
+            self._files[filename] = file
         return file.find(name, line)
 
+    def _in_main(self, filename: str, name: str, line: int) -> str | None:
+        namespace = _namespace(sys.modules.get("__main__"))
+        file = self._of_main.get(filename)
+        found = file.find(name, line) if file is not None else None
+        if found is not None or self._main_size == len(namespace):
+            return found
+        size = len(namespace)
+        files: dict[str, _File] = {}
+        for code, qualname in self._codes(namespace, lambda other: other not in self._modules):
+            files.setdefault(code.co_filename, _File(size)).add(code, qualname)
+        self._of_main, self._main_size = files, size
+        file = files.get(filename)
+        return file.find(name, line) if file is not None else None
+
     def _codes(
-        self, namespace: dict[str, Any], filename: str
+        self, namespace: dict[str, Any], wanted: Callable[[str], bool]
     ) -> Iterator[tuple[types.CodeType, str]]:
+        """The functions that a module holds, of the files that are wanted."""
         own_name = namespace.get("__name__")
         seen: set[int] = set()
         todo: list[tuple[Any, int]] = [(value, 0) for value in list(namespace.values())]
@@ -132,15 +157,16 @@ class QualifiedNamer:
             kind = type(value)
             if kind is types.FunctionType:
                 seen.add(id(value))
-                if value.__code__.co_filename == filename:
-                    yield from self._nested(value.__code__, value.__qualname__)
-                elif depth < _MAX_DEPTH:
-                    # a decorator's wrapper from elsewhere: what it wraps may be from here
+                qualname = _own_qualname(value)
+                if qualname and wanted(value.__code__.co_filename):
+                    yield from self._nested(value.__code__, qualname)
+                if depth < _MAX_DEPTH:
+                    # a decorator's wrapper, from here or elsewhere: what it wraps may be from here
                     todo += [(inner, depth + 1) for inner in _inside_function(value)]
             elif issubclass(kind, type):
                 seen.add(id(value))
                 members = type.__getattribute__(value, "__dict__")
-                if depth < _MAX_DEPTH and _may_be_from(members, own_name, filename):
+                if depth < _MAX_DEPTH and _may_be_from(members, own_name, wanted):
                     todo += [(member, depth + 1) for member in list(members.values())]
             elif depth < _MAX_DEPTH:
                 todo += [(inner, depth + 1) for inner in _inside_wrapper(value, kind)]
@@ -198,16 +224,26 @@ def _namespace(module: Any) -> dict[str, Any]:
     return found if type(found) is dict else {}
 
 
-def _may_be_from(members: Mapping[str, Any], module_name: Any, filename: str) -> bool:
+def _may_be_from(
+    members: Mapping[str, Any], module_name: Any, wanted: Callable[[str], bool]
+) -> bool:
     """Whether a class was defined in the module, or pretends not to be (as `torch.Tensor`)."""
     said = members.get("__module__")
     if type(said) is str and type(module_name) is str and said == module_name:
         return True
     functions = (m for m in list(members.values()) if type(m) is types.FunctionType)
     return any(
-        function.__code__.co_filename == filename
+        wanted(function.__code__.co_filename)
         for function in itertools.islice(functions, _FUNCTIONS_ASKED)
     )
+
+
+def _own_qualname(function: types.FunctionType) -> str:
+    """What the function's code is called, "" where `functools.wraps` gave it another name."""
+    if _CODE_HAS_QUALNAME:
+        return function.__code__.co_qualname  # type: ignore[attr-defined,no-any-return]
+    qualname = function.__qualname__
+    return qualname if qualname.rpartition(".")[2] == function.__code__.co_name else ""
 
 
 def _inside_function(function: types.FunctionType) -> list[Any]:

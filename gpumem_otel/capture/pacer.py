@@ -7,6 +7,7 @@ makes many small calls two thirds of its speed while they last; `sleep(0)` leave
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Final
 
@@ -22,8 +23,8 @@ REST_SECONDS: Final = 0.002
 class Pacer:
     """Counts how long our thread has worked since it last slept, and sleeps when it is due.
 
-    One pacer belongs to one piece of work at a time: `begin()`, any number of `pause()`, `end()`.
-    A pause outside of that (from a thread without work under way) does nothing.
+    A piece of work is `begin()`, any number of `pause()`, `end()`, all in one thread. Threads may
+    share a pacer, each with its own piece of work; a pause of a thread without one does nothing.
 
     Args:
         now: seconds of a clock that never goes back.
@@ -44,34 +45,42 @@ class Pacer:
         self._sleep = sleep
         self._slice_seconds = slice_seconds
         self._rest_seconds = rest_seconds
-        self._slice_start: float | None = None
-        self._worked_seconds = 0.0
+        self._work = _Work()
 
     def begin(self) -> None:
-        """Start a piece of work."""
-        self._worked_seconds = 0.0
-        self._slice_start = self._now()
+        """Start a piece of work of this thread."""
+        self._work.seconds = 0.0
+        self._work.slice_start = self._now()
 
     def pause(self) -> None:
         """Sleep if the slice is used up. Call it every few dozen items."""
-        start = self._slice_start
+        work = self._work
+        start = work.slice_start
         if start is None:
             return
         worked = self._now() - start
         if worked < self._slice_seconds:
             return
-        self._worked_seconds += worked
+        work.seconds += worked
         self._sleep(self._rest_seconds)
-        self._slice_start = self._now()
+        work.slice_start = self._now()
 
     def end(self) -> float:
-        """Finish the piece of work.
+        """Finish this thread's piece of work.
 
         Returns:
             Seconds spent working, the sleeps left out: an upper bound of the time that the
             interpreter lock was held.
         """
-        if self._slice_start is not None:
-            self._worked_seconds += self._now() - self._slice_start
-            self._slice_start = None
-        return self._worked_seconds
+        work = self._work
+        if work.slice_start is not None:
+            work.seconds += self._now() - work.slice_start
+            work.slice_start = None
+        return work.seconds
+
+
+class _Work(threading.local):
+    """Of each thread its own."""
+
+    slice_start: float | None = None
+    seconds: float = 0.0

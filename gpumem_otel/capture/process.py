@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["device_uuids", "distributed_rank", "process_facts"]
+__all__ = ["current_device", "device_uuids", "distributed_rank", "process_facts"]
 
 
 def distributed_rank() -> tuple[int, int] | None:
@@ -23,6 +23,15 @@ def distributed_rank() -> tuple[int, int] | None:
         return int(distributed.get_rank()), int(distributed.get_world_size())
     except Exception:  # a group that is torn down at this moment, a build without it
         return None
+
+
+def current_device() -> int:
+    """The device that torch would use now, 0 where it can not tell. CUDA is initialised."""
+    torch = sys.modules.get("torch")
+    try:
+        return int(torch.cuda.current_device()) if torch is not None else 0
+    except Exception:  # a driver that fails just now
+        return 0
 
 
 def device_uuids(devices: Iterable[int]) -> dict[int, str]:
@@ -63,7 +72,7 @@ def process_facts(devices: Iterable[int]) -> dict[str, str]:
         facts["cuda"] = str(cuda)
     try:
         # nothing is allocated yet when a recording begins: the device that is current then
-        used = list(devices) or [torch.cuda.current_device()]
+        used = list(devices) or [current_device()]
         names = [str(torch.cuda.get_device_name(device)) for device in used]
     except Exception:  # a device that is going away
         names = []

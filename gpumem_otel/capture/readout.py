@@ -27,6 +27,10 @@ _log = logging.getLogger("gpumem_otel.capture")
 SHARE_SECONDS: Final = 1.0
 """Callers that come within this time of a read-out are given its profiles."""
 
+EQUAL: Final = "equal to the allocator's own counter of allocated bytes"
+RACED: Final = "the job allocated or freed while this was read: counters and snapshot differ"
+"""Comments of a profile."""
+
 
 class Reader:
     """Implements `ProfileReader`; one read-out at a time, from any thread.
@@ -36,8 +40,9 @@ class Reader:
         namer: names Python frames.
         clock: time.
         counters: takes `exporter_stall_seconds`, `exporter_runs` and `exporter_seconds` of the
-            stages `read` and `window`, `readouts_raced`, `readouts_breached`. A failure is raised
-            and counted by the caller, who knows what it was for.
+            stages `read` and `window`, `readouts_raced`, `readouts_breached`. Waiting for a
+            window to end is not in its seconds, and taps are in no stage of ours. A failure is
+            raised and counted by the caller, who knows what it was for.
         config: budgets.
         pacer: gives up the interpreter lock between slices of our own work.
         describe: more comments for every profile (rank, versions), asked at each read-out.
@@ -45,8 +50,9 @@ class Reader:
 
     Attributes:
         tap: called with each live reading before it is let go, for recordings. It runs inside
-            the read-out, must not raise, and its time is not counted as stall.
-        window_tap: the same for each recorded window, with its seconds.
+            the read-out, must not raise, and slices and counts its own work: its time is in
+            neither stall nor seconds of the stage `read`.
+        window_tap: the same for each recorded window, with its seconds, outside of any lock.
         last_stall_seconds: how long the last read-out held the interpreter lock: the C calls
             that can not be sliced and our own slices together.
     """
@@ -102,13 +108,11 @@ class Reader:
 
     def allocated(self, seconds: float, stop: threading.Event) -> tuple[HeapProfile, ...]:
         """See `ProfileReader`: what is allocated in the next so many seconds, and only that."""
-        started, started_ns = self._clock.monotonic(), self._clock.time_ns()
+        started_ns = self._clock.time_ns()
         reading = self._window(seconds, stop)
         before = {stats.device: stats for stats in reading.before}
         with self._lock:
-            profiles = self._allocated(reading, before, started_ns)
-            self._count("window", self._clock.monotonic() - started)
-        return profiles
+            return self._allocated(reading, before, started_ns)
 
     def allocated_since_last(
         self, seconds: float, stop: threading.Event
@@ -121,7 +125,7 @@ class Reader:
         Raises:
             CaptureError: events can not be recorded here.
         """
-        started, started_ns = self._clock.monotonic(), self._clock.time_ns()
+        started_ns = self._clock.time_ns()
         reading = self._window(seconds, stop)
         with self._lock:
             before = {stats.device: stats for stats in reading.before}
@@ -132,9 +136,7 @@ class Reader:
                 }
             self._counted_until = {stats.device: stats for stats in reading.after}
             self._counted_until_ns = reading.time_ns
-            profiles = self._allocated(reading, before, started_ns)
-            self._count("window", self._clock.monotonic() - started)
-        return profiles
+            return self._allocated(reading, before, started_ns)
 
     def books(self) -> Mapping[int, DeviceBooks]:
         """What the last live read-out summed up, by device; {} before the first."""
@@ -143,14 +145,20 @@ class Reader:
     # live
 
     def _read_and_keep(self, started: float) -> tuple[HeapProfile, ...]:
-        profiles = self._live()
-        ended = self._clock.monotonic()
-        self._last = (ended, profiles)
-        self._count("read", ended - started)
+        reading = self._source.read()
+        profiles, sliced_seconds = self._live(reading)
+        stall_seconds = reading.stall_seconds + sliced_seconds
+        self._count("read", self._clock.monotonic() - started)
+        for call in self.tap:
+            call(reading)
+        self._last = (self._clock.monotonic(), profiles)
+        letting_go = time.perf_counter()
+        del reading  # many small objects: letting them go is one more piece that holds the lock
+        self._stalled(stall_seconds + time.perf_counter() - letting_go)
         return profiles
 
-    def _live(self) -> tuple[HeapProfile, ...]:
-        reading = self._source.read()
+    def _live(self, reading: Reading) -> tuple[tuple[HeapProfile, ...], float]:
+        """The profiles, and the seconds that our slices took."""
         pacer, config = self._pacer, self._config
         books: dict[int, DeviceBooks] = {}
         profiles = []
@@ -168,34 +176,39 @@ class Reader:
                     pause=pacer.pause,
                     max_depth=config.max_depth,
                 )
+                profile = apply_budget(profile, max_samples=config.max_samples)
                 verdict = self._check(reading, device, books[device], profile)
-                profiles.append(self._finish(profile, (verdict, *extra)))
+                profiles.append(_with_comments(profile, (verdict, *extra)))
         finally:
             sliced_seconds = pacer.end()
         self._books = books
-        for call in self.tap:
-            call(reading)
-        stall_seconds = reading.stall_seconds + sliced_seconds
-        started = time.perf_counter()
-        del reading  # many small objects: letting them go is one more piece that holds the lock
-        self._stalled(stall_seconds + time.perf_counter() - started)
-        return tuple(profiles)
+        return tuple(profiles), sliced_seconds
 
     def _check(
         self, reading: Reading, device: int, books: DeviceBooks, profile: HeapProfile
     ) -> str:
-        """Compare profile, snapshot and counters; says in a sentence how they stand."""
+        """Compare profile, snapshot and counters; says in a sentence how they stand.
+
+        A profile must equal its own snapshot whatever the job did meanwhile; only the allocator's
+        counters, which are read before and after, say nothing where the job allocated.
+        """
+        total_bytes = profile.total_bytes
         stats = {s.device: s for s in reading.before}.get(device)
-        if reading.raced(device) or stats is None:
+        raced = reading.raced(device) or stats is None
+        if raced:
             self._counters.add("readouts_raced")
-            return "the job allocated or freed while this was read: counters and snapshot differ"
-        if profile.total_bytes == books.allocated_bytes == stats.allocated_bytes:
-            return "equal to the allocator's own counter of allocated bytes"
+        told = f"device {device}: profile {total_bytes}, snapshot {books.allocated_bytes}"
+        if raced or stats is None:
+            if total_bytes == books.allocated_bytes:
+                return RACED
+            told += " bytes allocated"
+        else:
+            if total_bytes == books.allocated_bytes == stats.allocated_bytes:
+                return EQUAL
+            told += (
+                f", allocator {stats.allocated_bytes} bytes allocated, while nothing was allocated"
+            )
         self._counters.add("readouts_breached")
-        told = (
-            f"device {device}: profile {profile.total_bytes}, snapshot {books.allocated_bytes}, "
-            f"allocator {stats.allocated_bytes} bytes allocated, while nothing was allocated"
-        )
         if not self._said_breach:
             self._said_breach = True
             _log.warning("the books do not close: %s", told)
@@ -217,6 +230,7 @@ class Reader:
         self, reading: Reading, before: Mapping[int, DeviceStats], started_ns: int
     ) -> tuple[HeapProfile, ...]:
         pacer, config = self._pacer, self._config
+        started = self._clock.monotonic()
         after = {stats.device: stats for stats in reading.after}
         profiles = []
         extra = self._comments()
@@ -238,18 +252,16 @@ class Reader:
                     max_depth=config.max_depth,
                 )
                 note = () if counted else ("no counters for this device: recorded events only",)
-                profiles.append(self._finish(profile, (*note, *extra)))
+                profile = apply_budget(profile, max_samples=config.max_samples)
+                profiles.append(_with_comments(profile, (*note, *extra)))
         finally:
             sliced_seconds = pacer.end()
-        stall_seconds = reading.stall_seconds + sliced_seconds
-        self._stalled(stall_seconds)
+        self._stalled(reading.stall_seconds + sliced_seconds)
+        # what the source did was stall but for the wait, which is nobody's work
+        self._count("window", reading.stall_seconds + self._clock.monotonic() - started)
         return tuple(profiles)
 
     # shared
-
-    def _finish(self, profile: HeapProfile, comments: Sequence[str]) -> HeapProfile:
-        cut = apply_budget(profile, max_samples=self._config.max_samples)
-        return replace(cut, comments=(*cut.comments, *comments))
 
     def _comments(self) -> tuple[str, ...]:
         return tuple(self._describe()) if self._describe is not None else ()
@@ -261,6 +273,10 @@ class Reader:
     def _count(self, stage: str, seconds: float) -> None:
         self._counters.add("exporter_runs", stage=stage)
         self._counters.add("exporter_seconds", seconds, stage=stage)
+
+
+def _with_comments(profile: HeapProfile, comments: Sequence[str]) -> HeapProfile:
+    return replace(profile, comments=(*profile.comments, *comments))
 
 
 def _devices(reading: Reading) -> list[int]:

@@ -98,6 +98,7 @@ class Recorder:
         self._started = False
         self._theirs = False
         self._window: str = ""
+        self._gaps = 0
         self._said: set[str] = set()
 
     # life
@@ -172,6 +173,16 @@ class Recorder:
         return self._theirs
 
     @property
+    def copies_events(self) -> bool:
+        """Whether a snapshot without events copies those of the job all the same."""
+        return self._theirs and self._snapshot_calls[0] != (_ALL_POOLS_NO_TRACES,)
+
+    @property
+    def gaps(self) -> int:
+        """How often recording was off, or the job's, and became ours again."""
+        return self._gaps
+
+    @property
     def events_per_free(self) -> int:
         """Events that a free leaves in a window: none where torch can skip them (2.11)."""
         return 0 if self._arity >= _SKIP_ACTIONS else 2
@@ -183,6 +194,7 @@ class Recorder:
                 return
             self._say("memory history was switched off from outside: recording stacks again")
             self._switch("state")
+            self._gaps += 1
 
     # snapshots
 
@@ -204,12 +216,15 @@ class Recorder:
             args = calls[1] if traces and calls[0] == (_ALL_POOLS_NO_TRACES,) else calls[0]
             try:
                 with self.guard.ours():
-                    return take(*args)
+                    found = take(*args)
             except (TypeError, RuntimeError) as error:
-                # an argument that this build does not know yet: the older way from now on
+                # an argument that this build does not know yet, or an error of this moment
                 if args == calls[-1] or args != calls[0]:
                     raise CaptureError(f"snapshot: {error}; no profile this time") from error
-                calls = self._snapshot_calls = calls[1:]
+                calls = calls[1:]
+            else:
+                self._snapshot_calls = calls  # what this build takes, from now on
+                return found
 
     # windows
 
@@ -325,6 +340,7 @@ class Recorder:
         if not self._theirs and self._started:
             self._say("the job switched memory history off: recording stacks of live memory again")
             self._switch("state")
+            self._gaps += 1
 
     def _say(self, message: str) -> None:
         if message not in self._said:

@@ -10,19 +10,20 @@ import time
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gpumem_otel.capture.recorder import Recorder
+from gpumem_otel.capture.pacer import Pacer
+from gpumem_otel.capture.recorder import Recorder, torch_version
+from gpumem_otel.capture.stackless import StacklessRoots
 from gpumem_otel.capture.stats import StatsReader
-from gpumem_otel.core.frames import BACKWARD, BEFORE_INSTALL
 from gpumem_otel.core.model import DeviceStats, SourceStatus
 from gpumem_otel.core.ports import Reading
 from gpumem_otel.core.snapshot import from_torch
 from gpumem_otel.errors import CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from gpumem_otel.core.counters import Counters
-    from gpumem_otel.core.ports import Clock, Pause, StacklessRule
+    from gpumem_otel.core.ports import Clock
 
 __all__ = ["TorchSource"]
 
@@ -30,11 +31,17 @@ _log = logging.getLogger("gpumem_otel.capture")
 
 _NO_CACHING: Final = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 _WINDOW_TICK_SECONDS: Final = 0.05
-_BLOCKS_PER_PAUSE: Final = 32
+_COPY_LIMIT_SECONDS: Final = 0.25
+_ENGINE_IS_NAMED_SINCE: Final = (2, 4)
+_JOB_RECORDS: Final = "job_records_history"
 
 _UNSUPPORTED: Final = {
     "allocator_backend": "allocator backend %s keeps no stacks: device metrics only",
     "no_caching": "PYTORCH_NO_CUDA_MEMORY_CACHING is set: device metrics only",
+    _JOB_RECORDS: (
+        "the job records memory history, and this torch (before 2.11) copies all of it with each "
+        "snapshot: no profiles until it stops recording"
+    ),
 }
 
 
@@ -46,11 +53,12 @@ class TorchSource:
 
     Args:
         stacks: `python`, or `all` for C++ frames too.
-        counters: takes `exporter_history_overflow`.
+        counters: takes `exporter_history_overflow`, and `exporter_stall_seconds` of what ends in
+            no reading.
         clock: time; the real one by default.
         environ: the process's environment, for the variables that turn the allocator off.
         max_window_events: events that one window may hold, per device.
-        pause: called every few dozen blocks of a pure-Python loop.
+        pacer: gives up the interpreter lock between slices of a pass over all blocks.
     """
 
     def __init__(
@@ -61,20 +69,24 @@ class TorchSource:
         stacks: str = "python",
         environ: Mapping[str, str] | None = None,
         max_window_events: int = 100_000,
-        pause: Pause | None = None,
+        pacer: Pacer | None = None,
     ) -> None:
         self.recorder = Recorder(stacks=stacks)
         self._counters = counters
         self._clock: Clock = clock or _RealTime()
         self._environ = environ or {}
         self._max_window_events = max_window_events
-        self._pause: Callable[[], None] = pause or _never
+        self._pacer = pacer or Pacer()
         self._pid = os.getpid()
         self._stats: StatsReader | None = None
         self._reason = ""
         self._stopped = False
-        self._before_install: set[tuple[int, int]] = set()
+        self._roots = StacklessRoots(self._pacer, engine_is_named=False)
+        self._gaps_seen = 0
+        self._slow_copy_at = -1  # what `Recorder.gaps` was
+        self._said_slow = False
         self._window_lock = threading.Lock()
+        self._idle_seconds = 0.0
 
     # life
 
@@ -96,6 +108,8 @@ class TorchSource:
         self.recorder.prepare(torch)
         self._reason = self._why_unsupported(torch)
         self._stats = StatsReader(torch, counted=not self._reason)
+        named = torch_version(torch) >= _ENGINE_IS_NAMED_SINCE
+        self._roots = StacklessRoots(self._pacer, engine_is_named=named)
         if self._reason:
             return
         try:
@@ -109,14 +123,13 @@ class TorchSource:
         """Undo `prepare` and `start`. A read that is under way may end with an error."""
         self._stopped = True
         self._stats = None
-        self._before_install = set()
+        self._roots = StacklessRoots(self._pacer, engine_is_named=False)
         self.recorder.stop()
 
     def _forget_parent(self) -> None:
         """This is a forked child that makes a CUDA context of its own: nothing is inherited."""
         self._pid = os.getpid()
         self._stats = None
-        self._before_install = set()
         self._window_lock = threading.Lock()
         self.recorder.forget_parent()
 
@@ -134,12 +147,17 @@ class TorchSource:
         return ""
 
     def _remember_what_was_before(self) -> None:
-        """Install came late: the blocks that are there and have no stack are older than it."""
+        """Install came late: on the job's own thread, which waits for it in any case."""
+        self._gaps_seen = self.recorder.gaps
+        self._slow_copy_at = -1
         stats = self._stats
         if stats is None or not any(stats.allocated(stats.devices()).values()):
             return
+        started = self._clock.monotonic()
         raw = self.recorder.snapshot(traces=False)
-        self._before_install = set(_stackless_blocks(raw, _never))
+        self._note_copy(self._clock.monotonic() - started)
+        self._roots.remember_before_install(raw)
+        self._counters.add("exporter_stall_seconds", self._clock.monotonic() - started)
 
     # Source
 
@@ -154,9 +172,10 @@ class TorchSource:
             devices = stats.devices()
         except Exception:
             return SourceStatus(armed=True, supported=False, reason="error")
-        return SourceStatus(
-            armed=True, supported=not self._reason, reason=self._reason, devices=devices
-        )
+        reason = self._reason
+        if not reason and self._slow_copy_at == self.recorder.gaps:
+            reason = _JOB_RECORDS
+        return SourceStatus(armed=True, supported=not reason, reason=reason, devices=devices)
 
     def _why_not_armed(self) -> str:
         if self._stopped:
@@ -186,23 +205,39 @@ class TorchSource:
             return {}
         try:
             return stats.allocated(stats.devices())
-        except RuntimeError:
+        except Exception:  # asked on the job's own thread
             return {}
 
     def read(self) -> Reading:
-        """See `Source`."""
+        """See `Source`. One at a time; a window may be open meanwhile.
+
+        Torch before 2.11 can not leave events out. Once copying those of a job that records
+        history itself takes longer than a quarter of a second, with the interpreter lock held,
+        there are no more readings until the job stops; `status()` says so.
+        """
         stats = self._readable()
         self.recorder.keep_on()
-        return self._read(stats, traces=False)
+        gaps = self.recorder.gaps
+        raw, reading = self._read(stats, traces=False)
+        self._note_copy(reading.stall_seconds)
+        sliced_seconds = self._roots.update(raw, unrecorded=gaps != self._gaps_seen)
+        self._gaps_seen = gaps
+        return replace(
+            reading,
+            stall_seconds=reading.stall_seconds + sliced_seconds,
+            stackless=self._roots.of_blocks(ours=not self.recorder.job_records),
+        )
 
     def _readable(self) -> StatsReader:
         status = self.status()
         stats = self._stats
+        if status.reason == _JOB_RECORDS:
+            raise CaptureError(f"read: {_UNSUPPORTED[_JOB_RECORDS]}")
         if stats is None or not status.supported:
             raise CaptureError(f"read: not possible here ({status.reason or 'disabled'})")
         return stats
 
-    def _read(self, stats: StatsReader, *, traces: bool) -> Reading:
+    def _read(self, stats: StatsReader, *, traces: bool) -> tuple[Any, Reading]:
         now = self._clock.monotonic
         try:
             started = now()
@@ -214,60 +249,45 @@ class TorchSource:
             stall_seconds = now() - started
         except RuntimeError as error:
             raise CaptureError(f"read: {error}; no profile this time") from error
-        self._forget_what_is_gone(raw)
-        if traces:
-            self._count_overflow(raw)
-        return Reading(
+        return raw, Reading(
             snapshot=from_torch(raw, source="torch"),
             time_ns=time_ns,
             before=before,
             after=after,
             stall_seconds=stall_seconds,
-            stackless=self._stackless_rule(),
         )
 
-    # blocks without a stack
-
-    def _stackless_rule(self) -> StacklessRule | None:
-        if self.recorder.job_records:
-            return None  # recorded with the job's settings: the snapshot says what it can
-        before_install = self._before_install
-
-        def rule(device: int, address: int | None) -> str:
-            if address is not None and (device, address) in before_install:
-                return BEFORE_INSTALL
-            # Python stacks are recorded, and this block has none: the autograd engine's threads
-            # allocate without any Python code running
-            return BACKWARD
-
-        return rule
-
-    def _forget_what_is_gone(self, raw: Any) -> None:
-        """An address that is free, or was given out again with a stack, is older no longer."""
-        if self._before_install:
-            self._before_install &= set(_stackless_blocks(raw, self._pause))
+    def _note_copy(self, seconds: float) -> None:
+        if seconds <= _COPY_LIMIT_SECONDS or not self.recorder.copies_events:
+            return
+        self._slow_copy_at = self.recorder.gaps  # there is one more once the job stops
+        if not self._said_slow:
+            self._said_slow = True
+            _log.warning("%s (a snapshot took %.2f s)", _UNSUPPORTED[_JOB_RECORDS], seconds)
 
     # WindowSource
 
     def window(self, seconds: float, stop: threading.Event) -> Reading:
-        """See `WindowSource`. Ends early when `max_window_events` are near."""
+        """See `WindowSource`. Ends early when `max_window_events` are near.
+
+        The reading's `stall_seconds` are all but the idle wait: opening and closing too.
+        """
         stats = self._readable()
         if not self._window_lock.acquire(blocking=False):
             raise CaptureError("window: another one is open; try again when it is over")
+        started = self._clock.monotonic()
+        self._idle_seconds = 0.0
         try:
-            before = stats.counters(stats.devices())
-            self.recorder.open_window(self._max_window_events)
-            try:
-                self._wait(stats, before, seconds, stop)
-                reading = self._read(stats, traces=True)
-            finally:
-                undisturbed = self.recorder.close_window()
-        except RuntimeError as error:
+            before, reading = self._record(stats, seconds, stop)
+        except (CaptureError, RuntimeError) as error:
+            self._counters.add("exporter_stall_seconds", self._busy_since(started))
+            if isinstance(error, CaptureError):
+                raise
             raise CaptureError(f"window: {error}; no profile this time") from error
+        else:
+            stall_seconds = self._busy_since(started)
         finally:
             self._window_lock.release()
-        if not undisturbed:
-            raise CaptureError("window: the job switched memory history itself; events are its own")
         known = {s.device for s in before}
         fresh = tuple(
             DeviceStats(
@@ -277,7 +297,30 @@ class TorchSource:
             for s in reading.after
             if s.device not in known
         )  # fmt: skip
-        return replace(reading, before=before + fresh)
+        return replace(
+            reading,
+            before=before + fresh,
+            stall_seconds=stall_seconds,
+            stackless=self._roots.of_events(),
+        )
+
+    def _busy_since(self, started: float) -> float:
+        return self._clock.monotonic() - started - self._idle_seconds
+
+    def _record(
+        self, stats: StatsReader, seconds: float, stop: threading.Event
+    ) -> tuple[tuple[DeviceStats, ...], Reading]:
+        before = stats.counters(stats.devices())
+        self.recorder.open_window(self._max_window_events)
+        try:
+            self._wait(stats, before, seconds, stop)
+            raw, reading = self._read(stats, traces=True)
+        finally:
+            undisturbed = self.recorder.close_window()
+        if not undisturbed:
+            raise CaptureError("window: the job switched memory history itself; events are its own")
+        self._count_overflow(raw)
+        return before, reading
 
     def _wait(
         self,
@@ -292,7 +335,10 @@ class TorchSource:
         first = {s.device: (s.allocations, s.frees) for s in before}
         room = self._max_window_events * 4 // 5  # what comes before the next look has room too
         while (left := end - clock.monotonic()) > 0:
-            if clock.wait(stop, min(left, _WINDOW_TICK_SECONDS)):
+            asleep = clock.monotonic()
+            stopped = clock.wait(stop, min(left, _WINDOW_TICK_SECONDS))
+            self._idle_seconds += clock.monotonic() - asleep
+            if stopped:
                 return
             for now in stats.counters(stats.devices()):
                 allocations, frees = first.get(now.device, (0, 0))
@@ -318,21 +364,3 @@ class _RealTime:
 
     def wait(self, event: threading.Event, seconds: float) -> bool:
         return event.wait(seconds)
-
-
-def _never() -> None:
-    """No pause."""
-
-
-def _stackless_blocks(raw: Any, pause: Pause) -> Iterator[tuple[int, int]]:
-    """(device, address) of every live block that carries no frames."""
-    count = 0
-    for segment in raw["segments"] if isinstance(raw, dict) else raw:
-        for block in segment["blocks"]:
-            count += 1
-            if not count % _BLOCKS_PER_PAUSE:
-                pause()
-            if block["state"] == "active_allocated" and not block.get("frames"):
-                address = block.get("address")
-                if address is not None:
-                    yield segment["device"], address

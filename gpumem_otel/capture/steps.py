@@ -30,18 +30,25 @@ _log = logging.getLogger("gpumem_otel.capture")
 
 _MIN_FLOOR_SECONDS: Final = 0.05
 _FLOOR_COST_FACTOR: Final = 500.0
+_FLOOR_BOUNDARIES: Final = 16
 _LEADER_IS_GONE_AFTER: Final = 10_000
 
 
 class StepCounter:
-    """Steps of this process, and what was allocated at the last step boundary.
+    """Steps of this process, and the floor under what is allocated at its step boundaries.
+
+    A boundary is the end of the optimizer's step, or the call of `step()`. Gradients, loss and
+    outputs of that step may still be alive, so what is allocated there follows the batch. The
+    floor is therefore the lowest of the last 16 boundaries that were read: one small batch among
+    them is enough to keep it down, while what a leak holds is in all of them. It falls at once
+    and rises 16 boundaries late.
 
     The hooks take a microsecond or two of the job's thread. Reading what is allocated takes 11 us
-    per device, so it is done at most 20 times a second and for at most 1/500 of the time: the
-    floor is that of a step boundary at most 50 ms (or 500 times its cost) old.
+    per device, so it is done at most 20 times a second and for at most 1/500 of the time; the
+    boundaries in between are not read.
 
     Args:
-        allocated: bytes allocated now by device; must not raise.
+        allocated: bytes allocated now by device. If it raises, the floor is read no more.
         time_ns: wall clock, nanoseconds since 1970.
         monotonic: seconds of a clock that never goes back.
     """
@@ -61,7 +68,7 @@ class StepCounter:
         self._explicit = False
         self._steps = 0
         self._last_step_time_ns = 0
-        self._floor: Mapping[int, int] = {}
+        self._boundaries: tuple[Mapping[int, int], ...] = ()
         self._next_floor = float("-inf")
         self._leader: Callable[[], object] | None = None
         self._others = 0
@@ -94,11 +101,15 @@ class StepCounter:
         self._add()
 
     def stats(self) -> StepStats:
-        """Steps so far; the floor of torn reads is never mixed: it is replaced as a whole."""
+        """Steps so far. What was read is replaced as a whole, so it can be asked at any time."""
+        floor: dict[int, int] = {}
+        for boundary in self._boundaries:
+            for device, size in boundary.items():
+                floor[device] = min(size, floor.get(device, size))
         return StepStats(
             steps=self._steps,
             last_step_time_ns=self._last_step_time_ns,
-            floor_bytes=MappingProxyType(dict(self._floor)),
+            floor_bytes=MappingProxyType(floor),
         )
 
     def _hooks(self, torch: Any) -> tuple[Callable[..., None], Callable[..., None]]:
@@ -161,7 +172,14 @@ class StepCounter:
         started = self._monotonic()
         if started < self._next_floor:
             return
-        self._floor = self._allocated() or self._floor
+        try:
+            now = self._allocated()
+        except Exception:  # on the job's own thread
+            self._allocated, self._boundaries = None, ()
+            _log.warning("what is allocated at step boundaries is read no more", exc_info=True)
+            return
+        if now:
+            self._boundaries = (*self._boundaries[1 - _FLOOR_BOUNDARIES :], now)
         ended = self._monotonic()
         self._next_floor = ended + max(_MIN_FLOOR_SECONDS, (ended - started) * _FLOOR_COST_FACTOR)
 

@@ -198,6 +198,7 @@ def _send(source: str, parcels: Sequence[_Parcel], config: Config) -> None:
         base,
         service_name=config.service_name or _DEFAULT_SERVICE,
         namespace=config.namespace,
+        run_id=config.run_id,
         tags=config.tags,
     )
     transport = Transport(config.pyroscope, environ=base)

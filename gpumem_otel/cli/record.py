@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli import launch
+from gpumem_otel.cli import launch, record_files
 from gpumem_otel.cli.common import CommandFailed, environ
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from types import FrameType
 
 __all__ = ["command"]
@@ -26,7 +26,9 @@ Examples:
   gpumem-otel record run.gpumem --interval 0.5 -- python train.py && gpumem-otel top run.gpumem
 
 The "--" is needed where COMMAND has options of its own. The exit code is the job's.
- A job of several ranks writes one file per rank beside OUT.
+ Several ranks, and several processes of a rank, each write a file of their own beside OUT
+ (OUT-rank3, OUT-rank3-pid1234); all are listed at the end. Recordings that an earlier run left
+ under these names are removed first; files of another kind are never touched.
 """
 
 _STALL_RATIO = 0.02
@@ -60,10 +62,20 @@ def command(out: str, job: tuple[str, ...], **options: object) -> int:
     ours = launch.child_environ(base, options)
     launch.check_settings(base, ours)
     program = launch.find_command(job, ours)
-    before = _stamps(target)
+    record_files.remove_older(target, base)
+    before = record_files.stamps(target)
     code = _run(program, job, ours)
-    written = [path for path, stamp in _stamps(target).items() if before.get(path) != stamp]
-    readings = sum(_report(path) for path in sorted(written))
+    after = record_files.stamps(target)
+    written = [path for path, stamp in after.items() if before.get(path) != stamp]
+    try:
+        return _tell(out, written, code)
+    except BrokenPipeError:  # nobody listens: the exit code is still the job's
+        return code
+
+
+def _tell(out: str, written: Sequence[Path], code: int) -> int:
+    """Say what was recorded; the exit code, the job's unless it went well and left nothing."""
+    readings = sum(map(record_files.report, written))
     if not readings and code == 0:
         raise CommandFailed(
             f"{out}: nothing was recorded: no process of the command used a GPU through torch "
@@ -80,36 +92,11 @@ def _check_target(out: str, target: Path) -> None:
         raise CommandFailed(f"{out}: is a directory")
     if not target.parent.is_dir():
         raise CommandFailed(f"{target.parent}: no such directory")
-    if not os.access(target if target.exists() else target.parent, os.W_OK):
+    needed = [target] if target.exists() else []
+    if target.is_file() or not needed:
+        needed.append(target.parent)  # a file is made anew
+    if not all(os.access(path, os.W_OK) for path in needed):
         raise CommandFailed(f"{out}: can not be written")
-
-
-def _stamps(target: Path) -> dict[Path, tuple[int, int, int]]:
-    """OUT and the files of further ranks beside it, with what tells a new version."""
-    stamps = {}
-    for path in target.parent.iterdir():
-        if path.name == target.name or path.name.startswith(target.stem + "-rank"):
-            status = path.stat()
-            stamps[path] = (status.st_ino, status.st_mtime_ns, status.st_size)
-    return stamps
-
-
-def _report(path: Path) -> int:
-    """Say what is in a recording; number of its readings, 0 where it can not be read."""
-    from gpumem_otel.core.recording import load_recording
-    from gpumem_otel.core.text import human_bytes
-    from gpumem_otel.errors import SnapshotError
-
-    try:
-        with path.open("rb") as file:
-            readings = len(load_recording(file, name=str(path)).readings)
-    except (SnapshotError, OSError) as error:
-        click.echo(f"gpumem-otel: {error}", err=True)
-        return 0
-    if readings:
-        size = human_bytes(path.stat().st_size)
-        click.echo(f"gpumem-otel: {path}: {readings} readings, {size}", err=True)
-    return readings
 
 
 def _run(program: str, job: tuple[str, ...], ours: dict[str, str]) -> int:

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
+from typing import TYPE_CHECKING
+
 import click
 
-from gpumem_otel.cli.common import environ, write_output
+from gpumem_otel.cli.common import environ, warn, write_output
+from gpumem_otel.errors import ServeError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 __all__ = ["command"]
 
@@ -18,7 +26,8 @@ In prometheus.yml:
     - job_name: gpumem
       file_sd_configs: [{files: [/etc/prometheus/targets/gpumem.json]}]
 
-Processes that are gone are left out.
+Processes that are gone are left out. Without a folder given, all are read where a job of this user
+registers: $XDG_RUNTIME_DIR/gpumem-otel in a login session, /tmp/gpumem-otel-UID without one.
 """
 
 
@@ -33,18 +42,61 @@ Processes that are gone are left out.
 )
 def command(run_dir: str | None, output: str, watch: float | None) -> None:
     """Print the jobs that serve metrics on this machine as Prometheus file_sd JSON."""
-    from gpumem_otel.options import resolve
-    from gpumem_otel.serve.rundir import file_sd
-
     if watch is not None and output == "-":
         raise click.UsageError("--watch writes a file: give -o FILE")
-    options = {} if run_dir is None else {"run_dir": run_dir}
-    folder = resolve(environ(), **options).serve.run_dir  # type: ignore[arg-type] # a str
-    write_output(output, file_sd(folder).encode())
-    if watch is None:
-        return
-    import time
-
-    while True:
+    folders = _folders(run_dir, environ())
+    said: dict[str, str] = {}
+    write_output(output, _file_sd(folders, said))
+    while watch is not None:
         time.sleep(watch)
-        write_output(output, file_sd(folder).encode())
+        try:
+            write_output(output, _file_sd(folders, said))
+        except (ServeError, click.ClickException, OSError) as error:
+            _say(said, "", str(error))
+        else:
+            said.pop("", None)
+
+
+def _folders(run_dir: str | None, given: Mapping[str, str]) -> tuple[str, ...]:
+    """The folder that was set, or all that jobs of this user may have chosen."""
+    from gpumem_otel.options import resolve
+
+    if run_dir is not None:
+        return (resolve(given, run_dir=run_dir).serve.run_dir,)
+    # a job of a batch system or a service has no login session, and whoever asks may have none
+    rest = {name: value for name, value in given.items() if name != "XDG_RUNTIME_DIR"}
+    session = {**rest, "XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}"}
+    return tuple(dict.fromkeys(resolve(e).serve.run_dir for e in (given, session, rest)))
+
+
+def _file_sd(folders: tuple[str, ...], said: dict[str, str]) -> bytes:
+    """What is in the folders that can be read.
+
+    Raises:
+        ServeError: none of them can.
+    """
+    from gpumem_otel.serve.rundir import as_file_sd, targets
+
+    entries = []
+    failures: dict[str, ServeError] = {}
+    for folder in folders:
+        try:
+            entries += targets(folder)
+        except ServeError as error:  # noqa: PERF203 - a few folders
+            failures[folder] = error
+    if len(failures) == len(folders):
+        raise failures[folders[0]]
+    for folder in folders:
+        if folder in failures:
+            _say(said, folder, str(failures[folder]))
+        else:
+            said.pop(folder, None)
+    entries.sort(key=lambda e: (e.service_name, e.namespace, e.run_id, e.rank, e.pid))
+    return as_file_sd(entries).encode()
+
+
+def _say(said: dict[str, str], what: str, message: str) -> None:
+    """Once, until it is over or another message."""
+    if said.get(what) != message:
+        said[what] = message
+        warn(message)

@@ -261,7 +261,7 @@ class StepStats:
 
     Attributes:
         last_step_time_ns: nanoseconds since 1970, 0 before the first step.
-        floor_bytes: allocated at the last step boundary, by device.
+        floor_bytes: the lowest allocated at the last 16 step boundaries that were read, by device.
     """
 
     steps: int = 0
@@ -300,7 +300,8 @@ class SourceStatus:
             is loaded). Before that nothing of ours opens a socket or pushes.
         supported: profiles can be had; False where the allocator can not be recorded.
         reason: slug that says why not ("" where supported): `no_torch`, `no_cuda`,
-            `not_initialised`, `allocator_backend`, `no_caching`, `disabled`, `forked`, `error`.
+            `not_initialised`, `allocator_backend`, `no_caching`, `job_records_history`,
+            `disabled`, `forked`, `error`.
         devices: devices of this process that have a context, sorted.
     """
 
@@ -316,6 +317,8 @@ class Observation:
 
     Attributes:
         books: by device, from the last read-out; absent before the first.
+        home_device: carries the rows of the process as a whole, and must not change while it
+            lives; None: the lowest armed device, 0 where there is none.
         counters: our own counters: (name, attributes sorted by key) -> value.
     """
 
@@ -325,6 +328,7 @@ class Observation:
     devices: tuple[DeviceStats, ...]
     books: Mapping[int, DeviceBooks] = field(default_factory=lambda: MappingProxyType({}))
     steps: StepStats = field(default_factory=StepStats)
+    home_device: int | None = None
     counters: Mapping[tuple[str, tuple[tuple[str, str], ...]], float] = field(
         default_factory=lambda: MappingProxyType({})
     )

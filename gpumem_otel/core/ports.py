@@ -22,6 +22,7 @@ __all__ = [
     "Clock",
     "FrameNamer",
     "Observer",
+    "Pacing",
     "Pause",
     "ProfileReader",
     "ProfileSink",
@@ -40,6 +41,22 @@ FrameNamer: TypeAlias = "Callable[[str, str, int], str]"
 
 StacklessRule: TypeAlias = "Callable[[int, int | None], str]"
 """(device, block address) -> the named root of memory that carries no stack."""
+
+
+class Pacing(Protocol):
+    """Slices one piece of our own work at a time, and measures it."""
+
+    def begin(self) -> None:
+        """Start a piece of work."""
+        ...
+
+    def pause(self) -> None:
+        """Give up the interpreter lock where it is due."""
+        ...
+
+    def end(self) -> float:
+        """Finish; seconds spent working, the pauses left out."""
+        ...
 
 
 class Clock(Protocol):

@@ -45,6 +45,7 @@ class Loader:
         self._windows: list[RecordedWindow] = []
         self._blocks = 0
         self._objects = 0
+        self._ended = False
 
     def take(self, line: bytes, count: int) -> None:
         """Check and keep one line."""
@@ -86,6 +87,12 @@ class Loader:
             self._take_reading(form.mapping(line["reading"], "a reading"))
         elif "window" in line:
             self._take_window(form.mapping(line["window"], "a window"))
+        elif "end" in line and not self._ended:
+            self._ended = True
+            moments = [reading.time_ns for reading in self._readings] or [0]
+            self.warnings.append(
+                f"the recording stopped at its limit after {(moments[-1] - moments[0]) / 1e9:.0f} s"
+            )
 
     def _take_header(self, line: dict[str, Any]) -> None:
         if line.get("format") != form.FORMAT:

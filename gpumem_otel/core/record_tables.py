@@ -11,7 +11,7 @@ from gpumem_otel.core.heap import recorded_root, stackless_root
 from gpumem_otel.core.model import BlockState
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from gpumem_otel.core.frames import StackBuilder
     from gpumem_otel.core.model import Frame, Stack
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from gpumem_otel.core.rawform import RawBlock, RawFrame
 
 __all__ = ["NewNames", "StackIndexes", "json_text"]
+
+_ITEMS_PER_LINE = 200
 
 
 def json_text(value: object) -> str:
@@ -36,9 +38,13 @@ class NewNames:
         self._new: dict[str, list[Any]] = {"strings": [], "frames": [], "stacks": []}
         self._references = 0
 
-    def lines(self) -> list[str]:
-        """Lines for what is new."""
-        return [json_text({name: items}) for name, items in self._new.items() if items]
+    def lines(self, pause: Pause | None = None) -> Iterator[str]:
+        """Lines for what is new, none of them long."""
+        for name, items in self._new.items():
+            for start in range(0, len(items), _ITEMS_PER_LINE):
+                if start and pause is not None:
+                    pause()
+                yield json_text({name: items[start : start + _ITEMS_PER_LINE]})
 
     def written(self) -> None:
         """What was new is in the file."""

@@ -8,6 +8,7 @@ A gzip of JSON lines, so that a process that is killed leaves a readable beginni
     {"stacks": [[frame, ...], ...]}                leaf first; appended; stack 0 is the empty one
     {"reading": {"time_ns", "stall_seconds", "before", "after", "steps", "traced", "segments"}}
     {"window": {"time_ns", "stall_seconds", "seconds", "before", "after", "groups"}}
+    {"end": {"why": "full"}}                       a limit was reached: the job went on
 
 `before` and `after` are lists of `DeviceStats` (`after` is null where nothing moved), `traced` the
 devices whose snapshot held events. A segment is

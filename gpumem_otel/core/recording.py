@@ -29,14 +29,15 @@ __all__ = ["RecordingWriter", "load_recording"]
 
 _BLOCKS_PER_PAUSE = 32
 _NUMBERS_PER_PAUSE = 1000
+_END = json_text({"end": {"why": "full"}})
 
 
 class RecordingWriter:
     """Writes a recording as it happens.
 
     Every reading is flushed through to the file, so that a process that is killed leaves a
-    recording of all that went before. It stops at the limits of the form: what it writes can be
-    read. Not for use by several threads at a time.
+    recording of all that went before. It stops at the limits of the form and says so in the
+    file: what it writes can be read. Not for use by several threads at a time.
 
     Attributes:
         full: a limit was reached; nothing more is written.
@@ -71,7 +72,7 @@ class RecordingWriter:
         self._file = file
         self._namer = namer
         self._max_depth = max_depth
-        self._room = min(max_bytes, form.MAX_TEXT_BYTES)
+        self._room = min(max_bytes, form.MAX_TEXT_BYTES) - len(_END) - 1
         self._zip: Any = zlib.compressobj(level=6, wbits=31)
         self._tables = NewNames()
         self._blocks = self._objects = 0
@@ -111,13 +112,12 @@ class RecordingWriter:
         for position, segment in enumerate(raw_segments):
             blocks += len(segment["blocks"])
             if self._blocks + blocks > form.MAX_BLOCKS:
-                self.full = True
-                return False
+                return self._fill()
             parts.append("," if position else "")
             parts += self._segment(segment, names, pause)
         parts.append("]}}")
         objects = 1 + len(raw_segments) + len(traced) + len(steps.floor_bytes)
-        return self._add(parts, objects + len(reading.before) + len(reading.after), blocks)
+        return self._add(parts, objects + len(reading.before) + len(reading.after), blocks, pause)
 
     def add_window(self, reading: Reading, seconds: float, pause: Pause | None = None) -> bool:
         """Write the allocations recorded in a window, by stack.
@@ -155,7 +155,8 @@ class RecordingWriter:
             self._opening("window", reading),
             f',"seconds":{json_text(float(seconds))},"groups":{json_text(groups)}}}}}',
         ]
-        return self._add(parts, 1 + len(groups) + len(reading.before) + len(reading.after), 0)
+        objects_written = 1 + len(groups) + len(reading.before) + len(reading.after)
+        return self._add(parts, objects_written, 0, pause)
 
     def close(self) -> None:
         """Write the end; the file itself stays open. A second call does nothing.
@@ -225,12 +226,13 @@ class RecordingWriter:
         yield from _numbers(stacks, pause)
         yield "]"
         if not contiguous:
-            yield f',"A":{json_text(addresses)}'
+            yield ',"A":'
+            yield from _numbers(["null" if a is None else a for a in addresses], pause)
         yield "}"
 
-    def _add(self, parts: Sequence[str], objects: int, blocks: int) -> bool:
+    def _add(self, parts: Sequence[str], objects: int, blocks: int, pause: Pause | None) -> bool:
         """Write the new entries of the tables and a line, if all of it fits."""
-        tables = self._tables.lines()
+        tables = list(self._tables.lines(pause))
         line = sum(map(len, parts)) + 1
         needed = line + sum(len(table) + 1 for table in tables)
         if (
@@ -239,29 +241,36 @@ class RecordingWriter:
             or self._tables.too_large()
             or self._objects + objects > form.MAX_OBJECTS
         ):
-            self.full = True
-            return False
+            return self._fill()
         self._blocks += blocks
         self._objects += objects
         for table in tables:
-            self._compress([table])
+            self._compress([table], pause)
         self._tables.written()
-        self._write(parts)
+        self._write(parts, pause)
         return True
 
-    def _write(self, parts: Iterable[str]) -> None:
-        self._compress(parts)
+    def _fill(self) -> bool:
+        """Say in the file that more was to come; there is always room for that."""
+        self.full = True
+        self._write([_END])
+        return False
+
+    def _write(self, parts: Iterable[str], pause: Pause | None = None) -> None:
+        self._compress(parts, pause)
         self._out(self._zip.flush(zlib.Z_SYNC_FLUSH))
         self._file.flush()
 
-    def _compress(self, parts: Iterable[str]) -> None:
+    def _compress(self, parts: Iterable[str], pause: Pause | None) -> None:
         for part in (*parts, "\n"):
             self._room -= len(part)
-            self._out(self._zip.compress(part.encode("ascii")))
+            self._out(self._zip.compress(part.encode("ascii")), pause)
 
-    def _out(self, data: bytes) -> None:
+    def _out(self, data: bytes, pause: Pause | None = None) -> None:
         try:
             self._file.write(data)
+            if pause is not None:
+                pause()  # which may raise too, to end it all
         except BaseException:
             # what follows a hole in the stream could not be read, its end no more than the rest
             self.full = True
@@ -292,7 +301,7 @@ def load_recording(
     return loader.recording()
 
 
-def _numbers(values: Sequence[int], pause: Pause | None) -> Iterable[str]:
+def _numbers(values: Sequence[object], pause: Pause | None) -> Iterable[str]:
     """A list of numbers as JSON, in pieces."""
     yield "["
     for start in range(0, len(values), _NUMBERS_PER_PAUSE):

@@ -1,4 +1,8 @@
-"""Host CPU and heap profiles beside ours: starts pyroscope-io with the same labels."""
+"""Host CPU and heap profiles beside ours: starts pyroscope-io with the same labels.
+
+It takes headers once, when it starts, and has no setting for certificates or a proxy. What of our
+settings it can not follow is logged.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +10,43 @@ import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from gpumem_otel.errors import PushError
+from gpumem_otel.export.pyroscope import bearer_token
+
 if TYPE_CHECKING:
     from gpumem_otel.config import PyroscopeConfig
     from gpumem_otel.core.model import Identity
 
 __all__ = ["start_host_profiles", "stop_host_profiles"]
 
+_NOT_FOLLOWED = ("ca_file", "client_cert_file", "proxy")
 _log = logging.getLogger("gpumem_otel.export.hostprofiles")
 
 
 def start_host_profiles(config: PyroscopeConfig, identity: Identity) -> bool:
-    """Start pyroscope-io; False (and one log line) where it is absent or already running."""
+    """Start pyroscope-io; False (and one log line) where that is not possible.
+
+    It is absent or runs already, or the file of the bearer token can not be read.
+    """
     try:
         pyroscope = import_module("pyroscope")
     except ImportError:
         _log.warning("host profiles asked for, but pyroscope-io is not installed")
         return False
+    try:
+        headers, basic = _credentials(config)
+    except PushError as error:
+        _log.warning("host profiles: %s", error)
+        return False
     tags = {"rank": str(identity.rank), **dict(identity.tags)}
     for name in ("namespace", "run_id"):
         if value := getattr(identity, name):
             tags[name] = value
-    headers = {name: secret.reveal() for name, secret in config.headers}
-    if config.bearer_token:
-        headers["Authorization"] = f"Bearer {config.bearer_token.reveal()}"
     started = pyroscope.configure(
         application_name=identity.service_name,
         server_address=config.url,
-        basic_auth_username=config.basic_auth_user,
-        basic_auth_password=config.basic_auth_password.reveal(),
+        basic_auth_username=basic[0],
+        basic_auth_password=basic[1],
         tenant_id=config.tenant_id,
         http_headers=headers or None,
         tags=tags,
@@ -42,7 +55,26 @@ def start_host_profiles(config: PyroscopeConfig, identity: Identity) -> bool:
     if started is False:
         _log.warning("host profiles: pyroscope-io already runs in this process; left as it is")
         return False
+    beyond = [name for name in _NOT_FOLLOWED if getattr(config, name)]
+    if beyond:
+        _log.warning(
+            "host profiles: pyroscope-io does not follow %s; it connects without",
+            ", ".join(beyond),
+        )
+    if config.bearer_token_file:
+        _log.info("host profiles: pyroscope-io keeps the bearer token of now, also if it changes")
     return True
+
+
+def _credentials(config: PyroscopeConfig) -> tuple[dict[str, str], tuple[str, str]]:
+    """Headers, and (user, password) of basic authentication; what wins is as in our own pushes."""
+    headers = {name: secret.reveal() for name, secret in config.headers}
+    if any(name.lower() == "authorization" for name in headers):
+        return headers, ("", "")
+    token = bearer_token(config)
+    if token:
+        return {**headers, "Authorization": f"Bearer {token}"}, ("", "")
+    return headers, (config.basic_auth_user, config.basic_auth_password.reveal())
 
 
 def stop_host_profiles() -> None:

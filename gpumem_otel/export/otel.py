@@ -47,6 +47,7 @@ class Feed:
 
     All instruments of one collection are answered from one observation, so that the rows of
     different metrics add up: a new one is taken when an instrument asks again, or after a second.
+    Where it could not be taken, the collection holds nothing.
     """
 
     def __init__(self, observer: Observer, level: Level, counters: Counters) -> None:
@@ -57,7 +58,7 @@ class Feed:
         self._lock = threading.Lock()
         self._served: set[str] = set()
         self._observation: Observation | None = None
-        self._observed_at = 0.0
+        self._observed_at = float("-inf")
         self._logged = False
         self.open = True
 
@@ -73,11 +74,12 @@ class Feed:
         try:
             with self._lock:
                 now = time.monotonic()
-                if metric.name in self._served or now - self._observed_at >= MAX_AGE_SECONDS:
-                    self._served.clear()
-                    self._observation = None
+                fresh = now - self._observed_at < MAX_AGE_SECONDS
+                if metric.name in self._served or not fresh:
+                    # Noted before asking: one collection asks a failing observer once.
+                    self._served = {metric.name}
+                    self._observation, self._observed_at = None, now
                     self._observation = self._observer()
-                    self._observed_at = now
                 self._served.add(metric.name)
                 observation = self._observation
             if observation is None:

@@ -12,7 +12,6 @@ import logging
 import math
 import platform
 from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
 
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import (
@@ -25,6 +24,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.version import __version__ as sdk_version
 
 from gpumem_otel._version import __version__
+from gpumem_otel.core.pairs import parse_pairs
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,16 +61,6 @@ def _endpoint(environ: Mapping[str, str]) -> str:
     return full or f"{base.rstrip('/')}/v1/metrics"
 
 
-def _pairs(text: str) -> dict[str, str]:
-    """`name=value,name=value`, percent-encoded, as headers and resource attributes are given."""
-    found = {}
-    for item in text.split(","):
-        name, equals, value = item.partition("=")
-        if equals and name.strip():
-            found[unquote(name.strip())] = unquote(value.strip())
-    return found
-
-
 def exporter(environ: Mapping[str, str]) -> tuple[MetricExporter | None, str]:
     """An OTLP exporter for these variables, and a sentence where they can not be followed.
 
@@ -96,7 +86,7 @@ def exporter(environ: Mapping[str, str]) -> tuple[MetricExporter | None, str]:
         endpoint = _setting(environ, "ENDPOINT") or None
         made: MetricExporter = module.OTLPMetricExporter(endpoint=endpoint)
     else:
-        headers = _pairs(_setting(environ, "HEADERS")) or None
+        headers = parse_pairs(_setting(environ, "HEADERS")) or None
         made = module.OTLPMetricExporter(endpoint=_endpoint(environ), headers=headers)
     return made, advice
 
@@ -107,7 +97,7 @@ def resource_attributes(identity: Identity, environ: Mapping[str, str]) -> dict[
     Two processes of one instance id are one series to a server: it takes the first and refuses
     the others. So `service.instance.id` ends in `-<rank>-<pid>`, also where one was preset.
     """
-    preset = _pairs(environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
+    preset = parse_pairs(environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
     instance = preset.get("service.instance.id") or platform.node() or "localhost"
     return {
         "telemetry.sdk.language": "python",

@@ -8,7 +8,6 @@ served again.
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import TYPE_CHECKING
 
@@ -38,7 +37,6 @@ _ENCODERS: dict[str, Callable[[CollectorRegistry], bytes]] = {
     OPENMETRICS: generate_openmetrics,
 }
 _UNITS = {"By": "bytes", "s": "seconds", "1": "ratio"}
-_log = logging.getLogger("gpumem_otel.prometheus")
 
 
 def negotiate(accept: str) -> str:
@@ -101,7 +99,8 @@ class Exposition:
         observer: gives the values; None from it is an empty exposition.
         level: which part of the table.
         clock: for the age of the values.
-        counters: `exporter_runs`, `exporter_seconds`, `exporter_errors` of stage `scrape`.
+        counters: `exporter_runs` and `exporter_seconds` of stage `scrape`; a failure is counted
+            by who answers the request.
     """
 
     def __init__(
@@ -115,10 +114,14 @@ class Exposition:
         self._registry.register(self._collector)
         self._lock = threading.Lock()
         self._rendered: dict[str, bytes] = {}
-        self._logged = False
 
     def render(self, accept: str = "") -> tuple[str, bytes]:
-        """(content type, body) for an Accept header. Never raises: a failure is counted."""
+        """(content type, body) for an Accept header.
+
+        Raises:
+            Exception: whatever the observer raised. No scraper takes that for an answer, while
+                an empty one would end all series, those of alerts too.
+        """
         content_type = negotiate(accept)
         with self._lock:
             started = self._clock.monotonic()
@@ -128,16 +131,11 @@ class Exposition:
                 if body is None:
                     body = _ENCODERS[content_type](self._registry)
                     self._rendered[content_type] = body
-            except Exception:
-                self._counters.add("exporter_errors", stage="scrape")
-                if not self._logged:
-                    self._logged = True
-                    _log.warning("metrics could not be rendered", exc_info=True)
-                body = b"# EOF\n" if content_type == OPENMETRICS else b""
-            self._counters.add("exporter_runs", stage="scrape")
-            self._counters.add(
-                "exporter_seconds", self._clock.monotonic() - started, stage="scrape"
-            )
+            finally:
+                self._counters.add("exporter_runs", stage="scrape")
+                self._counters.add(
+                    "exporter_seconds", self._clock.monotonic() - started, stage="scrape"
+                )
         return content_type, body
 
     def _observe(self) -> None:
@@ -147,8 +145,7 @@ class Exposition:
             age_ns = self._clock.time_ns() - at_hand.time_ns
             if 0 <= age_ns < MAX_AGE_SECONDS * 1e9:
                 return
+        # Before asking: after a failure nothing old is left to be served.
         self._collector.observation = None
-        observation = self._observer()
-        if observation is not at_hand:
-            self._rendered.clear()
-        self._collector.observation = observation
+        self._rendered.clear()
+        self._collector.observation = self._observer()

@@ -43,6 +43,7 @@ class Pusher:
         stall_seconds: how long the last read-out held the interpreter lock.
         on_profiles: called on our thread with (kind, profiles) of each read-out.
         push_timeout_seconds: deadline of one push.
+        final_read: see `Parts`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Pusher:
         stall_seconds: Callable[[], float] = float,
         on_profiles: Sequence[Callable[[ProfileKind, tuple[HeapProfile, ...]], None]] = (),
         push_timeout_seconds: float = 10.0,
+        final_read: bool = True,
     ) -> None:
         self._parts = Parts(
             reader=reader,
@@ -72,6 +74,7 @@ class Pusher:
             stall_seconds=stall_seconds,
             on_profiles=tuple(on_profiles),
             push_timeout_seconds=push_timeout_seconds,
+            final_read=final_read,
         )
         self._fresh()
 
@@ -114,8 +117,8 @@ class Pusher:
         """Take and send one last live profile, then end; also from an exit handler.
 
         Args:
-            timeout: seconds for all of it; a thread that is still waiting for a server then is
-                left to itself (it is a daemon).
+            timeout: seconds for all of it; a thread that still reads or waits for a server then
+                is left to itself (it is a daemon), and what it holds counts as dropped.
 
         Returns:
             Whether the thread has ended.
@@ -131,6 +134,7 @@ class Pusher:
             return False
         thread.join(timeout)
         if thread.is_alive():
+            self._rounds.abandon()
             return False
         with self._lock:
             if self._thread is thread:

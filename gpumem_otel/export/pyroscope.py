@@ -15,12 +15,12 @@ import zlib
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import urlsplit, urlunsplit
 
 from gpumem_otel._version import __version__
 from gpumem_otel.core import wire
 from gpumem_otel.core.pprof import gzip_bytes
-from gpumem_otel.errors import ConfigError, PushError
+from gpumem_otel.errors import PushError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,7 +30,14 @@ if TYPE_CHECKING:
     from gpumem_otel.core.model import Identity, ProfileKind
     from gpumem_otel.export.transport import Answer, Transport
 
-__all__ = ["PROFILE_NAME", "PyroscopeSink", "push_request", "refusal", "series_labels"]
+__all__ = [
+    "PROFILE_NAME",
+    "PyroscopeSink",
+    "bearer_token",
+    "push_request",
+    "refusal",
+    "series_labels",
+]
 
 PROFILE_NAME = "gpu_memory"
 """`__name__` of our series: `memory` would merge with host heap profiles of the same service, and
@@ -130,13 +137,9 @@ class PyroscopeSink:
 
     Args:
         transport: sends the requests.
-        config: URL (a path before the service's own is kept, `user:password@` in it is basic
-            authentication), credentials, tenant, extra headers.
+        config: URL (a path before the service's own is kept), credentials, tenant, extra headers.
         identity: asked at each push, since the rank may be known late.
         counters: counts the bytes that were sent.
-
-    Raises:
-        ConfigError: the URL is not http or https.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class PyroscopeSink:
         self._config = config
         self._identity = identity
         self._counters = counters
-        self._url, self._basic = _split_url(config)
+        self._url = _push_url(config.url)
 
     def push(self, profile: bytes, kind: ProfileKind, device: int, deadline_seconds: float) -> None:
         """Send one uncompressed pprof; returns once it is stored (0.5 s on a 2.x server).
@@ -190,23 +193,15 @@ class PyroscopeSink:
         secrets = []
         if config.tenant_id:
             headers["X-Scope-OrgID"] = config.tenant_id
-        token = config.bearer_token.reveal()
-        if config.bearer_token_file:
-            try:
-                token = Path(config.bearer_token_file).read_text(encoding="utf-8").strip()
-            except (OSError, ValueError) as error:
-                raise PushError(
-                    f"{config.bearer_token_file}: the token can not be read:"
-                    f" {type(error).__name__}",
-                    reason="config",
-                ) from None
+        token, password = bearer_token(config), config.basic_auth_password.reveal()
         if token:
             headers["Authorization"] = f"Bearer {token}"
             secrets.append(token)
-        elif self._basic:
-            encoded = base64.b64encode(self._basic.encode()).decode("ascii")
+        elif config.basic_auth_user or password:
+            basic = f"{config.basic_auth_user}:{password}"
+            encoded = base64.b64encode(basic.encode()).decode("ascii")
             headers["Authorization"] = f"Basic {encoded}"
-            secrets += [encoded, self._basic.partition(":")[2]]
+            secrets += [encoded, password]
         own = {name.lower(): name for name in headers}
         for name, value in config.headers:
             headers.pop(own.get(name.lower(), ""), None)
@@ -214,6 +209,23 @@ class PyroscopeSink:
             secrets.append(value.reveal())
         # A shorter one would black out half of any text.
         return headers, [secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS]
+
+
+def bearer_token(config: PyroscopeConfig) -> str:
+    """The token as it is now, "" where there is none.
+
+    Raises:
+        PushError: its file can not be read.
+    """
+    if not config.bearer_token_file:
+        return config.bearer_token.reveal()
+    try:
+        return Path(config.bearer_token_file).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError) as error:
+        raise PushError(
+            f"{config.bearer_token_file}: the token can not be read: {type(error).__name__}",
+            reason="config",
+        ) from None
 
 
 def refusal(answer: Answer, secrets: Sequence[str] = ()) -> PushError | None:
@@ -284,24 +296,13 @@ def _retry_after(answer: Answer) -> float | None:
     return min(max(seconds, 0.0), MAX_RETRY_AFTER_SECONDS)
 
 
-def _split_url(config: PyroscopeConfig) -> tuple[str, str]:
-    """(URL to post to, `user:password` or "")."""
-    try:
-        parts = urlsplit(config.url.strip())
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError("Pyroscope's URL must look like http://host:4040 or https://host/prefix")
-    userinfo, _, netloc = parts.netloc.rpartition("@")
-    basic = unquote(userinfo)
-    password = config.basic_auth_password.reveal()
-    if config.basic_auth_user or password:
-        basic = f"{config.basic_auth_user}:{password}"
+def _push_url(url: str) -> str:
+    """Where to post to, under a server's URL as the settings hold it."""
+    parts = urlsplit(url.strip())
     path = parts.path.rstrip("/")
     if not path.endswith(PUSH_PATH):
         path += PUSH_PATH
-    return urlunsplit((parts.scheme, netloc, path, parts.query, "")), basic
+    return urlunsplit((parts.scheme, parts.netloc, path, parts.query, ""))
 
 
 def _redacted(text: str, secrets: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ Nothing is raised: every failure is counted, and logged once per kind until it i
 from __future__ import annotations
 
 import logging
+import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +23,6 @@ from gpumem_otel.errors import GpumemError, PushError
 from gpumem_otel.export.schedule import Backoff, next_multiple_ns, phase, stretch
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Sequence
 
     from gpumem_otel.config import ProfileConfig
@@ -61,6 +61,8 @@ class Parts:
             `exporter_stall_seconds` rose by meanwhile (the encoding too) is seen anyway.
         on_profiles: called with what was read (a recording, a live table), on our thread.
         push_timeout_seconds: deadline of one push.
+        final_read: read once more at the end also where there is neither a sink nor
+            `on_profiles`: somebody else takes what is read, for instance a recording.
     """
 
     reader: ProfileReader
@@ -74,6 +76,7 @@ class Parts:
     stall_seconds: Callable[[], float] = float
     on_profiles: Sequence[Callable[[ProfileKind, tuple[HeapProfile, ...]], None]] = ()
     push_timeout_seconds: float = 10.0
+    final_read: bool = True
 
 
 @dataclass(slots=True)
@@ -88,7 +91,7 @@ class _Waiting:
 
 
 class Rounds:
-    """The state between rounds; used by one thread.
+    """The state between rounds; used by one thread, `abandon` excepted.
 
     Args:
         parts: what to read and where to send it.
@@ -100,6 +103,9 @@ class Rounds:
         self._stop = stop
         self._notices = _Notices()
         self._waiting: dict[tuple[ProfileKind, int], _Waiting] = {}
+        self._being_made = 0
+        self._over = False
+        self._over_lock = threading.Lock()
         self._round_bytes = 0
         self._stalled_before = 0.0
         self._throttle = 1
@@ -146,9 +152,29 @@ class Rounds:
 
     def finish(self, deadline_seconds: float) -> None:
         """The last flush; what could not be sent is dropped and counted."""
-        self.flush(deadline_seconds)
-        for key in list(self._waiting):
-            self._drop(key, "shutdown")
+        if self._over:
+            return
+        end = self._parts.clock.monotonic() + deadline_seconds
+        parts = self._parts
+        if parts.sink is not None or parts.on_profiles or parts.final_read:
+            self._read(windows=False)
+        self._send(end)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """It ends here, whatever is under way: all that waits or is being made is dropped.
+
+        May be called from another thread, when the end takes longer than it may. What is being
+        sent just then counts as dropped: nobody will know.
+        """
+        with self._over_lock:
+            if self._over:
+                return
+            self._over = True
+            lost = len(self._waiting) + self._being_made
+            self._waiting.clear()
+        if lost:
+            self._parts.counters.add("exporter_dropped", lost, reason="shutdown")
 
     def _first_interval(self) -> float:
         return min(self._parts.config.interval_seconds, FIRST_READ_SECONDS)
@@ -170,25 +196,34 @@ class Rounds:
             return False
         self._round_bytes = 0
         self._stalled_before = parts.counters.get("exporter_stall_seconds")
-        done = self._take(ProfileKind.LIVE, "read", parts.reader.live)
+        count = len(status.devices)
+        done = self._take(ProfileKind.LIVE, "read", parts.reader.live, count)
         if windows and ProfileKind.ALLOCATED.value in parts.config.kinds:
             seconds = min(parts.config.allocated_window_seconds, self._interval / 2)
             done &= self._take(
                 ProfileKind.ALLOCATED,
                 "window",
                 lambda: parts.reader.allocated(seconds, self._stop),
+                count,
             )
         return done
 
     def _take(
-        self, kind: ProfileKind, stage: str, read: Callable[[], tuple[HeapProfile, ...]]
+        self,
+        kind: ProfileKind,
+        stage: str,
+        read: Callable[[], tuple[HeapProfile, ...]],
+        count: int,
     ) -> bool:
+        """Read profiles, one of each of `count` devices, and encode them."""
         parts = self._parts
         if kind is ProfileKind.LIVE and kind.value not in parts.config.kinds:
             return True
+        self._being_made = count if parts.sink is not None else 0
         try:
             profiles = read()
         except Exception as error:
+            self._being_made = 0
             self._failed(stage, error)
             return False
         self._notices.recovered(stage)
@@ -196,6 +231,7 @@ class Rounds:
             self._show(callback, kind, profiles)
         if parts.sink is None:
             return True
+        self._being_made = len(profiles)
         return all([self._encode(profile) for profile in profiles])  # noqa: C419 - encode each
 
     def _show(
@@ -216,14 +252,24 @@ class Rounds:
             data = parts.encode(profile)
         except Exception as error:
             self._failed("encode", error)
-            parts.counters.add("exporter_dropped", reason="encode")
+            self._made(None, key, "encode")
             return False
         self._notices.recovered("encode")
-        if key in self._waiting:
-            self._drop(key, "superseded")
-        self._waiting[key] = _Waiting(*key, data, parts.clock.time_ns())
+        self._made(_Waiting(*key, data, parts.clock.time_ns()), key, "superseded")
         self._round_bytes += len(data)
         return True
+
+    def _made(self, waiting: _Waiting | None, key: tuple[ProfileKind, int], reason: str) -> None:
+        """A profile is no longer being made: it waits, or was lost itself."""
+        with self._over_lock:
+            self._being_made -= 1
+            if self._over:
+                return
+            lost = waiting is None or key in self._waiting
+            if waiting is not None:
+                self._waiting[key] = waiting
+        if lost:
+            self._parts.counters.add("exporter_dropped", reason=reason)
 
     # Planning -----------------------------------------------------------------------------------
 
@@ -269,6 +315,8 @@ class Rounds:
             self._waiting.values(), key=lambda w: (w.attempts, w.read_ns, w.kind.value, w.device)
         )
         for waiting in order:
+            if self._over:
+                return False
             if end is None:
                 margin = min(READ_MARGIN_SECONDS, self._interval / 10)
                 left = (self._next_read_ns - clock.time_ns()) / _NS - margin
@@ -280,7 +328,7 @@ class Rounds:
             error = self._push(waiting, min(left, self._parts.push_timeout_seconds))
             key = (waiting.kind, waiting.device)
             if error is None:
-                del self._waiting[key]
+                self._waiting.pop(key, None)
                 continue
             stored = False
             waiting.attempts += 1
@@ -332,7 +380,9 @@ class Rounds:
         return True
 
     def _drop(self, key: tuple[ProfileKind, int], reason: str) -> None:
-        del self._waiting[key]
+        with self._over_lock:
+            if self._waiting.pop(key, None) is None:
+                return  # `abandon` has counted it
         self._parts.counters.add("exporter_dropped", reason=reason)
 
     def _failed(self, stage: str, error: Exception, reason: str = "") -> None:

@@ -1,7 +1,7 @@
 """METRICS: every metric there is, once. Both expositions and the docs page derive from it.
 
 Every data point carries `rank` and `device` besides the attributes of its row; rows of the whole
-process carry the lowest armed device (export/values.py says why). The names in Prometheus are
+process carry its home device (export/values.py says why). The names in Prometheus are
 written out so that they can be searched for; they are what a Prometheus or a Collector makes of
 the OpenTelemetry name, unit and kind by itself (UnderscoreEscapingWithSuffixes), which a test
 holds. Unit-1 gauges end in `ratio`, since only then all ways lead to one name.
@@ -12,7 +12,7 @@ Series per rank and device, at most, every feature on:
 | --- | --- | --- | --- |
 | minimal | 12 | 11 | 1: the yield state, when control is on |
 | standard | 25 | 17 | 8: tensor classes (the smallest fold into `other` where more appear) |
-| full | 80 | 57 | 12 tensor classes, 3 more causes of `outside`, 8 of yield and restore |
+| full | 80 | 58 | 12 tensor classes, 3 more causes of `outside`, 7 of yield and restore |
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING
 
+from gpumem_otel.core.model import ProfileKind
 from gpumem_otel.export import values as v
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ TIMED_STAGES = ("read", "encode", "push")
 
 ERROR_STAGES = ("read", "push", "listen")
 DROP_REASONS = ("connect", "timeout", "rate_limited", "rejected")
-PUSHED_KINDS = ("live", "allocated", "peak", "pinned", "oom")
+PUSHED_KINDS = tuple(kind.value for kind in ProfileKind)
 
 
 class Kind(str, Enum):
@@ -167,16 +168,16 @@ METRICS: tuple[Metric, ...] = (
     # events
     Metric("gpumem.ooms", "gpumem_ooms_total", _COUNTER, "{oom}", _MINIMAL,
            "Allocations that failed for good, caught by the job or not.",
-           v.from_stats(lambda s: s.ooms)),
+           v.events(lambda s: s.ooms)),
     Metric("gpumem.alloc_retries", "gpumem_alloc_retries_total", _COUNTER, "{retry}", _MINIMAL,
            "Times the allocator had to empty its cache to find room.",
-           v.from_stats(lambda s: s.alloc_retries)),
+           v.events(lambda s: s.alloc_retries)),
     Metric("gpumem.allocations", "gpumem_allocations_total", _COUNTER, "{allocation}", _FULL,
            "Allocations made.",
-           v.from_stats(lambda s: s.allocations)),
+           v.events(lambda s: s.allocations)),
     Metric("gpumem.allocation", "gpumem_allocation_bytes_total", _COUNTER, "By", _FULL,
            "Bytes allocated, rounding included.",
-           v.from_stats(lambda s: s.allocation_bytes)),
+           v.events(lambda s: s.allocation_bytes)),
     # steps
     Metric("gpumem.steps", "gpumem_steps_total", _COUNTER, "{step}", _MINIMAL,
            "Optimizer steps, or calls of step().",
@@ -186,7 +187,7 @@ METRICS: tuple[Metric, ...] = (
            "When the last step ended, seconds since 1970; absent before the first.",
            v.last_step_seconds),
     Metric("gpumem.step.floor", "gpumem_step_floor_bytes", _GAUGE, "By", _MINIMAL,
-           "Allocated at the last step boundary: what a leak raises.",
+           "Lowest allocated at recent step boundaries; it rises with a leak.",
            v.step_floor),
     # gpumem_yield_*: their place; the state at minimal, the rest at full
     # about ourselves
@@ -219,6 +220,15 @@ METRICS: tuple[Metric, ...] = (
            "{window}", _FULL,
            "Recorded windows that held more events than fit.",
            v.counter("exporter_history_overflow")),
+    Metric("gpumem.exporter.readouts_raced", "gpumem_exporter_readouts_raced_total", _COUNTER,
+           "{readout}", _FULL,
+           "Read-outs during which the job allocated or freed: their books could not be compared.",
+           v.counter("readouts_raced")),
+    Metric("gpumem.exporter.readouts_breached", "gpumem_exporter_readouts_breached_total",
+           _COUNTER, "{readout}", _FULL,
+           "Read-outs whose bytes differed from the allocator's own counter: a defect of this "
+           "tool.",
+           v.counter("readouts_breached")),
 )  # fmt: skip
 
 

@@ -138,7 +138,7 @@ class Transport:
 
     def _post(self, url: str, where: str, body: bytes, headers: Mapping[str, str]) -> Answer:
         progress = self._progress
-        proxy = proxy_for(url, self._config.proxy, self._environ)
+        proxy = proxy_for(url, self._config.proxy.reveal(), self._environ)
         manager = self._manager(url, where, proxy)
         try:
             try:

@@ -2,11 +2,12 @@
 
 Each builder returns a function Observation -> (attributes, value) pairs. Every pair carries `rank`
 and `device`. What belongs to the process as a whole (steps, our own counters, pinned host memory)
-carries the lowest armed device: so every series joins the others on (rank, device), and a sum over
-devices counts it once.
+carries the home device: so every series joins the others on (rank, device), and a sum over devices
+counts it once. These rows exist from the first moment of an armed process, whatever can be read.
 
 Before the first read-out there are no books, and what only they know has no row; a value that is
-not known has no row either. Nothing is made up.
+not known has no row either. Nothing is made up. An event that can be seen and did not happen is
+known: it is 0 from the first moment.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "counter",
     "counter_by",
     "device_memory",
+    "events",
     "fragmentation_ratio",
     "from_books",
     "from_stats",
@@ -68,9 +70,13 @@ def _at(observation: Observation, device: int) -> Attributes:
 
 
 def _home(observation: Observation) -> Attributes | None:
-    """Attributes of the rows of the whole process, None where no device is armed."""
-    devices = _armed(observation)
-    return _at(observation, devices[0]) if devices else None
+    """Attributes of the rows of the whole process, None where nothing is armed."""
+    if not observation.status.armed:
+        return None
+    device = observation.home_device
+    if device is None:
+        device = next(iter(_armed(observation)), 0)
+    return _at(observation, device)
 
 
 def _allocators(observation: Observation) -> tuple[DeviceStats, ...]:
@@ -88,6 +94,25 @@ def from_stats(read: Callable[[DeviceStats], float | None]) -> Values:
             value = read(stats)
             if value is not None:
                 yield _at(observation, stats.device), value
+
+    return values
+
+
+def events(read: Callable[[DeviceStats], int]) -> Values:
+    """One row per device, from a counter of events; the home device has one before its first use.
+
+    Where the allocator can not be read there is no row: a 0 would deny what nobody can see, or
+    look like a restart of the counter.
+    """
+
+    def values(observation: Observation) -> Iterator[Row]:
+        allocators = _allocators(observation)
+        for stats in allocators:
+            yield _at(observation, stats.device), read(stats)
+        home = _home(observation)
+        used = {str(stats.device) for stats in allocators}
+        if home is not None and observation.status.supported and home["device"] not in used:
+            yield home, 0
 
     return values
 
@@ -204,7 +229,10 @@ def device_memory(read: Callable[[DeviceStats], int | None]) -> Values:
 def target_info(observation: Observation) -> Iterator[Row]:
     """Constant 1 per device; everything about identity that is no label of the other rows."""
     identity = observation.identity
-    for device in _armed(observation):
+    home = _home(observation)
+    if home is None:
+        return
+    for device in sorted({int(home["device"]), *_armed(observation)}):
         yield (
             {
                 **_at(observation, device),
@@ -234,7 +262,7 @@ def last_step_seconds(observation: Observation) -> Iterator[Row]:
 
 
 def step_floor(observation: Observation) -> Iterator[Row]:
-    """Allocated at the last step boundary, by device."""
+    """Lowest allocated at recent step boundaries, by device."""
     armed = _armed(observation)
     for device, value in sorted(observation.steps.floor_bytes.items()):
         if device in armed:

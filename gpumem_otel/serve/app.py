@@ -97,7 +97,12 @@ class _Api:
         """The exposition, gzipped for who takes it."""
         accept = request.headers.get("accept", "")
         zipped = accepts_gzip(request.headers.get("accept-encoding", ""))
-        kind, body, is_zipped = await self._workers.start(partial(self._exposition, accept, zipped))
+        try:
+            kind, body, is_zipped = await self._workers.start(
+                partial(self._exposition, accept, zipped)
+            )
+        except GpumemError as exc:
+            return _line(503, str(exc))  # a scraper takes no answer for old values
         headers = {"content-type": kind, "vary": "Accept, Accept-Encoding"}
         if is_zipped:
             headers["content-encoding"] = "gzip"

@@ -1,12 +1,15 @@
 """Run files: one small JSON file per listening process, and Prometheus file_sd made of them.
 
 The directory may lie in /tmp, where others can write: it must be ours, no symlink, and writable
-by nobody else, and nothing in it is followed or trusted beyond its form.
+by nobody else, and nothing in it is followed or trusted beyond its form. It may be shared by
+containers and by machines: whether a process lives can be told only where it runs, so the name of
+a file says where that is, and only files of this place are ever deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -19,13 +22,15 @@ from gpumem_otel._version import __version__
 from gpumem_otel.errors import ServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from gpumem_otel.core.model import Identity
 
-__all__ = ["RunEntry", "RunFile", "entry_for", "file_sd", "register", "targets"]
+__all__ = ["RunEntry", "RunFile", "as_file_sd", "entry_for", "file_sd", "register", "targets"]
 
-_NAME: Final = re.compile(r"(?P<temporary>\.?)(?P<pid>[1-9]\d{0,9})-(?P<ticks>\d{1,20})\.json")
+_NAME: Final = re.compile(
+    r"(?P<temporary>\.?)(?P<pid>[1-9]\d{0,9})-(?P<ticks>\d{1,20})(?:-(?P<place>[0-9a-f]{8}))?\.json"
+)
 
 _MAX_FILE_BYTES: Final = 64 * 1024
 
@@ -43,6 +48,8 @@ class RunEntry:
             so that a recycled pid is told apart; 0 where there is no /proc.
         pid_namespace: of the pid, as /proc says it: who runs in another one can not tell whether
             the process lives.
+        boot_id: of the machine since it was started, proc(5); "" where there is no /proc.
+        machine: its network name, uname(2).
         host: bound address.
         version: of this package.
     """
@@ -50,6 +57,8 @@ class RunEntry:
     pid: int
     start_ticks: int
     pid_namespace: str = ""
+    boot_id: str = ""
+    machine: str = ""
     host: str
     port: int
     scheme: str = "http"
@@ -63,9 +72,17 @@ class RunEntry:
     version: str = ""
 
     @property
+    def file_name(self) -> str:
+        """Of its run file; a process of another place never has the same."""
+        place = _place(self.boot_id, self.machine, self.pid_namespace)
+        return f"{self.pid}-{self.start_ticks}-{place}.json"
+
+    @property
     def target(self) -> str:
         """`host:port` to connect to from this machine."""
-        host = _ANY_ADDRESS.get(self.host, self.host)
+        host = self.host
+        if host in _ANY_ADDRESS:
+            host = (_elsewhere(self) and self.machine) or _ANY_ADDRESS[host]
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
 
@@ -91,6 +108,8 @@ def entry_for(identity: Identity, address: tuple[str, int], scheme: str = "http"
         pid=pid,
         start_ticks=_start_ticks(pid) or 0,
         pid_namespace=_pid_namespace(),
+        boot_id=_boot_id(),
+        machine=_machine(),
         host=address[0],
         port=address[1],
         scheme=scheme,
@@ -111,7 +130,7 @@ def register(run_dir: str, entry: RunEntry) -> RunFile:
     Raises:
         ServeError: the directory is not safe to use, or can not be written.
     """
-    name = f"{entry.pid}-{entry.start_ticks}.json"
+    name = entry.file_name
     data = json.dumps(asdict(entry), sort_keys=True).encode() + b"\n"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -131,7 +150,8 @@ def register(run_dir: str, entry: RunEntry) -> RunFile:
 def targets(run_dir: str) -> list[RunEntry]:
     """Every listening process that is alive, in a fixed order; files of dead ones are deleted.
 
-    Entries of other pid namespaces (a directory shared by containers) are listed and kept.
+    Those of other containers and machines that share the directory are listed as long as their
+    files are there, if they can be reached from here.
 
     Raises:
         ServeError: the directory is not safe to read.
@@ -141,7 +161,7 @@ def targets(run_dir: str) -> list[RunEntry]:
         with _opened(run_dir) as folder:
             for name in _drop_dead(folder):
                 entry = _read(folder, name)
-                if entry is not None:
+                if entry is not None and _reachable(entry):
                     found.append(entry)
     except FileNotFoundError:
         return []
@@ -151,19 +171,26 @@ def targets(run_dir: str) -> list[RunEntry]:
 
 
 def file_sd(run_dir: str) -> str:
-    """Prometheus file_sd JSON, one group per process.
-
-    What is known about a process comes as `__meta_gpumem_*`, which Prometheus drops unless a
-    relabel rule keeps it: the labels of a series stay the scraper's business. `__scheme__` is set
-    for TLS. A process bound to all addresses is listed by its loopback address.
-
-    https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config
+    """Prometheus file_sd JSON of the processes in a directory, see `as_file_sd`.
 
     Raises:
         ServeError: the directory is not safe to read.
     """
+    return as_file_sd(targets(run_dir))
+
+
+def as_file_sd(entries: Iterable[RunEntry]) -> str:
+    """Prometheus file_sd JSON, one group per process.
+
+    What is known about a process comes as `__meta_gpumem_*`, which Prometheus drops unless a
+    relabel rule keeps it: the labels of a series stay the scraper's business. `__scheme__` is set
+    for TLS. A process bound to all addresses is listed by its loopback address, or by the name of
+    the machine where that is another one.
+
+    https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config
+    """
     groups = []
-    for entry in targets(run_dir):
+    for entry in entries:
         known = {
             "service_name": entry.service_name,
             "namespace": entry.namespace,
@@ -201,24 +228,19 @@ def _opened(run_dir: str) -> Iterator[int]:
 
 
 def _drop_dead(folder: int) -> list[str]:
-    """Delete the files of dead processes; the names of the others, bounded in number."""
+    """Delete the files of this place's dead; the names of the others, bounded in number."""
     living = []
+    here = _place(_boot_id(), _machine(), _pid_namespace())
     for name in sorted(os.listdir(folder)):
         match = _NAME.fullmatch(name)
         if match is None:
             continue
-        if not _alive(int(match["pid"]), int(match["ticks"])) and not _foreign(folder, name):
+        if match["place"] == here and not _alive(int(match["pid"]), int(match["ticks"])):
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
         elif not match["temporary"]:
             living.append(name)
     return living[:_MAX_FILES]
-
-
-def _foreign(folder: int, name: str) -> bool:
-    """Whether the file speaks of a pid that we can not see."""
-    entry = _read(folder, name)
-    return entry is not None and entry.pid_namespace not in {"", _pid_namespace()}
 
 
 def _read(folder: int, name: str) -> RunEntry | None:
@@ -269,6 +291,34 @@ def _start_ticks(pid: int) -> int | None:
     # The command name, field 2, may hold anything, blanks and brackets included.
     state, *rest = text[text.rindex(")") + 1 :].split()
     return None if state in {"Z", "X"} else int(rest[18])
+
+
+def _place(boot_id: str, machine: str, pid_namespace: str) -> str:
+    """Where a pid means one process, as eight hexadecimal digits."""
+    return hashlib.sha256(f"{boot_id or machine} {pid_namespace}".encode()).hexdigest()[:8]
+
+
+def _elsewhere(entry: RunEntry) -> bool:
+    """Whether it runs on another machine, or ran on this one before its last start."""
+    return (entry.boot_id or entry.machine) != (_boot_id() or _machine())
+
+
+def _reachable(entry: RunEntry) -> bool:
+    if not _elsewhere(entry):
+        return True
+    before_our_start = entry.machine == _machine()
+    return not before_our_start and not entry.host.startswith("127.") and entry.host != "::1"
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+
+
+def _machine() -> str:
+    return os.uname().nodename
 
 
 def _pid_namespace() -> str:

@@ -38,7 +38,7 @@ class Clock:
         return event.wait(seconds)
 
 counters, pacer = Counters(), Pacer()
-source = TorchSource(counters=counters, pause=pacer.pause,
+source = TorchSource(counters=counters,
                      environ=dict(os.environ), max_window_events=100_000)
 reader = Reader(source, namer=QualifiedNamer(pacer.pause), clock=Clock(), counters=counters,
                 config=ProfileConfig(), pacer=pacer, share_seconds=0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,8 +18,9 @@ from support.fake_pyroscope import FakePyroscope
 from support.recordings import DATA, make_recording
 
 from gpumem_otel.cli.main import main
-from gpumem_otel.core import pprof
+from gpumem_otel.core import pprof, recordform
 from gpumem_otel.core.model import Identity
+from gpumem_otel.core.snapshot import load_snapshot
 from gpumem_otel.serve import rundir
 
 PYTHON = DATA / "h200-torch2.11-train-python-stacks.pickle.gz"
@@ -209,6 +213,71 @@ for rank in (0, 1):
     ]
 
 
+def test_record_may_be_repeated(tmp_path, recorded):
+    """GIVEN what an earlier run left WHEN it is recorded again THEN the new files are listed."""
+    for name in ("o.gpumem", "o-rank7.gpumem"):
+        shutil.copy(recorded, tmp_path / name)
+    (tmp_path / "o-rank8.gpumem").write_bytes(b"notes")
+    code = """
+import os, shutil, sys
+out = os.environ["GPUMEM_OTEL_RECORD"]
+assert not os.path.exists(out)
+for path in (out, out.replace("o.gpumem", "o-pid77.gpumem")):
+    shutil.copy(sys.argv[1], path)
+"""
+    done = cli("record", "o.gpumem", "--", sys.executable, "-c", code, recorded, cwd=tmp_path)
+    assert done.returncode == 0
+    removed, *listed = done.stderr.splitlines()
+    assert removed == "gpumem-otel: removed older recordings: o.gpumem, o-rank7.gpumem"
+    assert [line.split(": ")[1] for line in listed] == [
+        str(tmp_path / "o-pid77.gpumem"),
+        str(tmp_path / "o.gpumem"),
+    ]
+    assert (tmp_path / "o-rank8.gpumem").read_bytes() == b"notes"
+
+
+def test_record_keeps_the_exit_code_whatever_lies_beside(tmp_path, recorded):
+    """GIVEN entries that can not be looked at, before and after, THEN the job runs and is told."""
+    loop = tmp_path / "o-rank3.gpumem"
+    loop.symlink_to(loop)
+    code = "import os; os.symlink('o-rank4.gpumem', 'o-rank4.gpumem'); " + RECORDER
+    done = cli("record", "o.gpumem", "--", sys.executable, "-c", code, recorded, "6", cwd=tmp_path)
+    assert done.returncode == 6
+    assert f"{tmp_path}/o.gpumem: 2 readings, " in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_record_keeps_the_exit_code_when_nobody_listens(tmp_path, recorded):
+    job = [sys.executable, "-c", RECORDER, recorded, "6"]
+    command = [sys.executable, "-m", "gpumem_otel.cli.main", "record", "o", "--", *job]
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            command, env=clean_environ(), cwd=tmp_path, stderr=writing, timeout=WAIT, check=False,
+            stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+    finally:
+        os.close(writing)
+    assert done.returncode == 6
+
+
+def test_record_says_when_a_recording_reached_its_limit(tmp_path, monkeypatch):
+    blocks = sum(len(segment["blocks"]) for segment in load_snapshot(PYTHON).raw_segments())
+    monkeypatch.setattr(recordform, "MAX_BLOCKS", 2 * blocks)
+    (tmp_path / "full").write_bytes(make_recording(*[PYTHON.name] * 4))
+    monkeypatch.undo()
+    done = cli(
+        "record", "o", "--", sys.executable, "-c", RECORDER, str(tmp_path / "full"), "0",
+        cwd=tmp_path,
+    )  # fmt: skip
+    told, warning = done.stderr.splitlines()
+    assert told.startswith(f"gpumem-otel: {tmp_path}/o: 2 readings, ")
+    assert warning == (
+        f"gpumem-otel: warning: {tmp_path}/o: the recording stopped at its limit after 1 s"
+    )
+
+
 def test_record_passes_signals_on(tmp_path):
     """SIGTERM sent to us ends the job, and its exit code is told as shells do."""
     code = "import signal, sys; print('up', flush=True); signal.pause()"
@@ -249,6 +318,40 @@ def test_sd_lists_living_processes(capsys, tmp_path, monkeypatch):
     file.remove()
     assert main(["sd", "-o", str(out)]) == 0
     assert json.loads(out.read_text()) == []
+
+
+def test_sd_watch_outlives_a_failure(capsys, tmp_path, monkeypatch):
+    """GIVEN a folder that others may write for a while WHEN it is watched THEN that is said."""
+    folder, out = tmp_path / "run", tmp_path / "targets.json"
+    folder.mkdir(mode=0o700)
+    seen = []
+
+    def broken():
+        out.write_text("before")
+        folder.chmod(0o777)
+
+    def as_broken():
+        seen.append(out.read_text())
+
+    def mended():
+        folder.chmod(0o700)
+
+    turns = iter([broken, as_broken, mended])
+
+    def sleep(seconds):
+        assert seconds == 15.0
+        turn = next(turns, None)
+        if turn is None:
+            raise KeyboardInterrupt
+        turn()
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    options = ["--run-dir", str(folder), "-o", str(out), "--watch", "15"]
+    assert main(["sd", *options]) == 130
+    assert (seen, out.read_text()) == (["before"], "[]\n")
+    assert capsys.readouterr().err == (
+        f"gpumem-otel: warning: run directory {folder} is writable by others: chmod 700 it\n"
+    )
 
 
 def test_sd_of_an_unsafe_folder_fails(capsys, tmp_path):

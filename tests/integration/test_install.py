@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import pytest
 from support.fake_pyroscope import FakePyroscope
 from support.pyroscope_query import total
 from support.recordings import make_recording
+
+from gpumem_otel import lifecycle
 
 SNAPSHOT = "h200-torch2.11-train-python-stacks.pickle.gz"
 ALLOCATED = 121_323_520
@@ -233,3 +237,24 @@ def test_opentelemetry_instrument_starts_it_without_torch_or_sdk(run, tmp_path):
         timeout=60,
     )
     assert done.stdout == "True False\n", done.stderr
+
+
+def test_what_is_watched_is_held_weakly_and_forgotten():
+    class Model:
+        pass
+
+    models = [Model() for _ in range(100)]
+    for model in models:
+        lifecycle.watch(cache=model)
+    assert [name for name, _ in lifecycle.watched()] == ["cache"] * 100
+    del models, model
+    gc.collect()
+    assert list(lifecycle.watched()) == []
+    assert lifecycle._STATE.watched == {}
+
+
+def test_participants_end_with_uninstall():
+    lifecycle.participant()
+    assert threading.current_thread() in lifecycle.participants()
+    lifecycle.uninstall()
+    assert lifecycle.participants() == frozenset()

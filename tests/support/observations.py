@@ -107,7 +107,9 @@ def counters() -> Counters:
     made.add("exporter_stall_seconds", 0.125)
     made.add("exporter_pushed_bytes", 1_234_567)
     made.add("exporter_history_overflow", 1)
-    for kind in ("live", "allocated", "peak", "pinned", "oom"):
+    made.add("readouts_raced", 2)
+    made.add("readouts_breached", 1)
+    for kind in ("live", "allocated", "peak", "pinned"):
         made.set("last_push_timestamp_seconds", 1_790_000_000.5, kind=kind)
     return made
 

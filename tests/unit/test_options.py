@@ -117,6 +117,7 @@ def test_no_secret_is_ever_shown():
             "PYROSCOPE_BASIC_AUTH_PASSWORD": "s3cret",
             "PYROSCOPE_AUTH_TOKEN": "s3cret",
             "PYROSCOPE_HTTP_HEADERS": "X-Key=s3cret",
+            "PYROSCOPE_PROXY": "http://user:s3cret@proxy:3128",
             "GPUMEM_OTEL_TOKEN": "s3cret",
             "OTEL_EXPORTER_OTLP_HEADERS": "authorization=s3cret",
         }
@@ -124,6 +125,7 @@ def test_no_secret_is_ever_shown():
     assert "s3cret" not in repr(config)
     assert "s3cret" not in str(config)
     assert config.serve.token == Secret("s3cret")
+    assert config.pyroscope.proxy.reveal() == "http://user:s3cret@proxy:3128"
     assert config.pyroscope.headers[0][1].reveal() == "s3cret"
     assert dict(config.metrics.otlp_environ)["OTEL_EXPORTER_OTLP_HEADERS"] == "authorization=s3cret"
 
@@ -141,3 +143,94 @@ def test_run_dir_follows_xdg():
 
 def test_config_is_a_value():
     assert resolve({"A": "b"}) == resolve({}) == Config(serve=resolve({}).serve)
+
+
+SECRET_URLS = [
+    "http://user:s3cret\u2100@host:4040",  # urlsplit's own error repeats it
+    "http://user:s3cret@[host",
+    "http://user:s3cret@host:40400x",
+    "http://user:s3cret@host",
+]
+
+
+@pytest.mark.parametrize("url", SECRET_URLS)
+def test_a_url_with_credentials_is_refused_without_repeating_it(url):
+    config = resolve({"PYROSCOPE_SERVER_ADDRESS": url})
+    assert config.pyroscope.url == ""
+    (warning,) = config.warnings
+    assert warning.startswith("PYROSCOPE_SERVER_ADDRESS must ")
+    assert "s3cret" not in warning
+    with pytest.raises(ConfigError) as caught:
+        resolve({}, pyroscope_url=url)
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host:40400x",
+        "http://host:99999",
+        "http://host:0",
+        "http://[::1",
+        "http://",
+        "ftp://h",
+    ],
+)
+def test_a_url_that_could_never_be_reached_is_refused(url):
+    """So that it switches off pushing, with a warning, and not all that starts after it."""
+    config = resolve({"PYROSCOPE_SERVER_ADDRESS": url})
+    assert config.pyroscope.url == ""
+    (warning,) = config.warnings
+    assert warning == (
+        "PYROSCOPE_SERVER_ADDRESS must be an http:// or https:// URL, like http://host:4040;"
+        " ignored"
+    )
+
+
+@pytest.mark.parametrize(
+    "url", ["http://host", "https://host:4040/prefix", "http://[::1]:4040", "http://host:"]
+)
+def test_urls_that_are_kept(url):
+    assert resolve({"PYROSCOPE_SERVER_ADDRESS": f" {url}/ "}).pyroscope.url == url
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
+def test_no_text_of_a_variable_is_ever_raised_or_shown(option):
+    """GIVEN any text WHEN it can not be used THEN a warning, in our own words."""
+    for text in (
+        "s3cret\u2100",
+        "http://a:s3cret@b:c",
+        "=s3cret",
+        "9" * 5000,
+        "nan",
+        "\0",
+        "[" * 9,
+    ):
+        config = resolve({option.environ[0]: text})
+        if option.name != "profiles":  # names the words that it does not know
+            assert not any("s3cret" in warning for warning in config.warnings)
+
+
+@pytest.mark.parametrize("number", [10**400, -(10**400)])
+@pytest.mark.parametrize(
+    ("option", "bounds"),
+    [("interval_seconds", "0.1 and 86400"), ("max_window_events", "100 and 10000000")],
+)
+def test_a_huge_number_is_out_of_bounds(option, bounds, number):
+    with pytest.raises(ConfigError, match=f"option '{option}' must be between {bounds}"):
+        resolve({}, **{option: number})
+
+
+def test_a_run_id_of_ones_own():
+    assert resolve({}).run_id == ""
+    assert resolve({"GPUMEM_OTEL_RUN_ID": "night-7"}).run_id == "night-7"
+    assert resolve({"GPUMEM_OTEL_RUN_ID": "night-7"}, run_id="day-8").run_id == "day-8"
+
+
+def test_the_list_of_exporters_decides_about_otlp():
+    """An endpoint alone asks for it; beside a list without `otlp` it does not."""
+    endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}
+    assert resolve(endpoint).metrics.otlp
+    assert not resolve({**endpoint, "OTEL_METRICS_EXPORTER": "prometheus"}).metrics.otlp
+    assert resolve({**endpoint, "OTEL_METRICS_EXPORTER": "prometheus,otlp"}).metrics.otlp
+    assert resolve({"OTEL_SDK_DISABLED": "true", "GPUMEM_OTEL_OTLP": "1"}).metrics.otlp

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import socket
+from types import SimpleNamespace
 
 import pytest
 
-from gpumem_otel.ranks import identify
+from gpumem_otel.ranks import identify, in_notebook
 
 
 def fields(environ):
@@ -71,3 +72,24 @@ def test_names():
     )
     assert (named.service_name, named.namespace, named.node) == ("llm", "team", "gpu-7")
     assert named.tags == (("a", "b"),)
+
+
+def ipython(get_shell):
+    return {"IPython": SimpleNamespace(get_ipython=get_shell)}
+
+
+@pytest.mark.parametrize(
+    ("modules", "expected"),
+    [
+        ({}, False),
+        ({"ipykernel": SimpleNamespace(), "tqdm.notebook": SimpleNamespace()}, False),
+        ({"IPython": SimpleNamespace()}, False),  # its import is not done
+        (ipython(lambda: None), False),  # imported by a script
+        (ipython(SimpleNamespace), False),  # the shell of a terminal
+        (ipython(lambda: SimpleNamespace(kernel=None)), False),
+        (ipython(lambda: SimpleNamespace(kernel=object())), True),
+        (ipython(lambda: 1 // 0), False),
+    ],
+)
+def test_a_notebook_is_told_by_its_kernel(modules, expected):
+    assert in_notebook(modules) is expected

@@ -11,6 +11,7 @@ import weakref
 
 import pytest
 
+from gpumem_otel.capture import names
 from gpumem_otel.capture.names import QualifiedNamer
 
 SOURCE = """
@@ -100,6 +101,15 @@ def noisy(function):
     return wrapper
 def silent(function):
     return lambda *args: function(*args)
+"""
+
+WRAPPED_IN_A_CELL = """@noisy
+def wrapped():
+    pass
+class Model:
+    @noisy
+    def method(self):
+        pass
 """
 
 
@@ -206,6 +216,50 @@ def test_a_cell_of_a_notebook_is_main(monkeypatch):
     # a function that is defined while the script runs is found as well
     exec(compile("\n\n\ndef later():\n    pass\n", "/tmp/ipykernel_1/2.py", "exec"), main.__dict__)
     assert namer("later", "/tmp/ipykernel_1/2.py", 5) == "__main__.later"
+
+
+def test_files_of_no_module_share_one_walk_of_main(monkeypatch):
+    main = types.ModuleType("__main__")
+    main.__dict__.update({f"f{i}": functools.partial(len) for i in range(100)})
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    looks = []
+    namer = QualifiedNamer()
+    step = namer._step
+    namer._step = lambda: (looks.append(1), step())
+    assert namer("forward", "<eval_with_key>.0", 5) == "<eval_with_key>.0:forward"
+    assert len(looks) >= 100
+    looks.clear()
+    for i in range(1, 500):
+        assert namer("forward", f"<eval_with_key>.{i}", 5) == f"<eval_with_key>.{i}:forward"
+    assert looks == []
+    code = compile("def later():\n    pass", "<cell-3>", "exec")
+    exec(code, main.__dict__)
+    assert namer("later", "<cell-3>", 1) == "__main__.later"
+    assert len(looks) >= 100
+
+
+def test_a_cell_that_decorates_with_what_another_cell_defines(monkeypatch):
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    for cell, source in (("<cell-1>", DECORATORS), ("<cell-2>", WRAPPED_IN_A_CELL)):
+        exec(compile(source, cell, "exec"), main.__dict__)
+    namer = QualifiedNamer()
+    assert namer("wrapped", "<cell-2>", 2) == "__main__.wrapped"
+    assert namer("method", "<cell-2>", 6) == "__main__.Model.method"
+    # one wrapper serves them all, and has a name of its own
+    assert namer("wrapper", "<cell-1>", 6) == "__main__.noisy.<locals>.wrapper"
+
+
+def test_files_that_are_remembered_are_bounded(load, monkeypatch):
+    monkeypatch.setattr(names, "_MAX_FILES", 2)
+    modules = [load(f"file{i}_of_test", SOURCE) for i in range(4)]
+    namer = QualifiedNamer()
+    for module in modules:
+        assert named(namer, module.plain()) == f"{module.__name__}.plain"
+    assert list(namer._files) == [modules[2].__file__, modules[3].__file__]
+    first = named(namer, modules[0].Linear().forward())
+    assert first == "file0_of_test.Linear.forward"
+    assert list(namer._files) == [modules[3].__file__, modules[0].__file__]
 
 
 def test_a_module_that_comes_later(load):

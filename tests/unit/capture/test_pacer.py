@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from gpumem_otel.capture.pacer import Pacer
@@ -62,3 +64,24 @@ def test_every_piece_of_work_counts_from_zero(pacer, hands):
         pacer.begin()
         hands.seconds += 0.25
         assert pacer.end() == pytest.approx(0.25)
+
+
+def test_threads_that_share_a_pacer_have_work_of_their_own(pacer, hands):
+    others = []
+
+    def other():
+        pacer.pause()  # nothing under way here
+        others.append(list(hands.slept))
+        pacer.begin()
+        hands.seconds += 0.5
+        others.append(pacer.end())
+
+    pacer.begin()
+    hands.seconds += 0.25
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    pacer.pause()
+    assert others == [[], 0.5]
+    assert hands.slept == [0.002]
+    assert pacer.end() == 0.75  # the clock went on for both

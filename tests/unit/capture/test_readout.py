@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 from support import fake_torch
 from support.fake_clock import FakeClock
 
+from gpumem_otel.capture import readout
 from gpumem_otel.capture.pacer import Pacer
 from gpumem_otel.capture.readout import Reader
 from gpumem_otel.capture.sources import TorchSource
@@ -125,6 +127,48 @@ def test_a_breach_is_counted_and_logged_once(torch, make, counters, caplog):
     assert [r.message for r in caplog.records] == [f"the books do not close: {told}"]
 
 
+@pytest.mark.parametrize("raced", [True, False])
+def test_a_profile_that_differs_from_its_own_snapshot_is_a_breach(
+    torch, make, counters, monkeypatch, raced
+):
+    torch.allocators[0].alloc(10)
+    torch.allocators[0].alloc(600, (frame("other", 5),))
+    if raced:
+        torch.on_snapshot.append(lambda: torch.allocators[0].alloc(10))
+    real = readout.live_profile
+
+    def loses_one(*args, **options):
+        profile = real(*args, **options)
+        return replace(profile, samples=profile.samples[1:])
+
+    monkeypatch.setattr(readout, "live_profile", loses_one)
+    (profile,) = make().live()
+    told = "device 0: profile 512, snapshot 1536"
+    if raced:
+        assert profile.comments == (f"{told} bytes allocated",)
+    else:
+        told += ", allocator 1536"
+        assert profile.comments == (f"{told} bytes allocated, while nothing was allocated",)
+    assert counters.get("readouts_breached") == 1
+    assert counters.get("readouts_raced") == int(raced)
+
+
+def test_a_device_that_only_the_snapshot_knows_is_compared_with_it(make, counters):
+    class Odd:
+        """Its counters are silent."""
+
+        def read(self):
+            block = {"size": 512, "state": "active_allocated", "address": 1, "frames": [frame("f")]}
+            segment = {"device": 0, "address": 1, "total_size": 512, "blocks": [block]}
+            return Reading(
+                snapshot=from_torch({"segments": [segment]}), time_ns=1, before=(), after=()
+            )
+
+    (profile,) = make(source=Odd()).live()
+    assert (profile.total_bytes, profile.comments) == (512, (RACED,))
+    assert counters.get("readouts_breached") == 0
+
+
 def test_an_armed_device_without_memory_has_an_empty_profile(torch, make):
     torch.allocators[0].free(torch.allocators[0].alloc(10))
     (profile,) = make().live()
@@ -207,6 +251,30 @@ def test_taps_see_every_reading(torch, make):
     torch.allocators[0].alloc(10)
     reader.live()
     assert seen == [512, 1024]
+
+
+def test_taps_are_in_neither_stall_nor_seconds(torch, make, clock, counters):
+    torch.allocators[0].alloc(10)
+    torch.on_snapshot.append(lambda: clock.advance(0.125))
+    reader = make()
+    reader.tap.append(lambda reading: clock.advance(4))
+    profiles = reader.live()
+    assert counters.get("exporter_seconds", stage="read") == 0.125
+    assert reader.last_stall_seconds == pytest.approx(0.125, abs=0.1)
+    clock.advance(0.5)
+    assert reader.live() is profiles  # shared from the end of the taps on
+
+
+def test_the_wait_of_a_window_is_in_neither_stall_nor_seconds(torch, make, clock, counters):
+    torch.allocators[0].alloc(10)
+    torch.on_snapshot.append(lambda: clock.advance(0.125))
+    reader = make()
+    reader.window_tap.append(lambda reading, seconds: clock.advance(4))
+    reader.allocated(0.25, threading.Event())
+    assert counters.get("exporter_seconds", stage="window") == 0.25
+    assert counters.get("exporter_stall_seconds") == reader.last_stall_seconds == 0.25
+    reader.allocated_since_last(0.25, threading.Event())
+    assert counters.get("exporter_seconds", stage="window") == 0.5
 
 
 def test_comments_of_the_agent_come_after_ours(torch, make):

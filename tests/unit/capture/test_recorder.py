@@ -302,6 +302,22 @@ def test_a_snapshot_that_fails_is_one_error(torch, recorder):
         recorder.snapshot(traces=False)
 
 
+def test_an_error_of_the_moment_changes_nothing_for_the_next_snapshot(torch, recorder):
+    recorder.snapshot(traces=False)
+    take = torch._C._cuda_memorySnapshot
+
+    def broken(*args):
+        raise RuntimeError("device busy")
+
+    torch._C._cuda_memorySnapshot = broken
+    with pytest.raises(CaptureError, match="device busy"):
+        recorder.snapshot(traces=False)
+    torch._C._cuda_memorySnapshot = take
+    recorder.snapshot(traces=False)
+    assert len(torch.snapshots) == 2
+    assert torch.snapshots[0] == torch.snapshots[1]
+
+
 def test_threads_that_switch_at_once_leave_one_consistent_mode(torch, recorder):
     recorder.start()
     barrier = threading.Barrier(2)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 from support import fake_torch
 from support.fake_clock import FakeClock
 
+from gpumem_otel.capture.pacer import Pacer
 from gpumem_otel.capture.sources import TorchSource
+from gpumem_otel.capture.stackless import autograd_has_threads
 from gpumem_otel.core.counters import Counters
 from gpumem_otel.core.model import SourceStatus
 from gpumem_otel.errors import CaptureError
@@ -42,6 +45,24 @@ def source(torch, counters, clock):
     source.prepare(torch)
     yield source
     source.stop()
+
+
+@pytest.fixture
+def engine():
+    """A thread called as those of the autograd engine."""
+    named, stop = threading.Event(), threading.Event()
+
+    def run():
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(b"pt_autograd_0")
+        named.set()
+        stop.wait()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    named.wait()
+    yield
+    stop.set()
+    thread.join()
 
 
 # status
@@ -135,6 +156,15 @@ def test_errors_of_torch_become_capture_errors(torch, source):
     assert source.status().reason == "error"
 
 
+@pytest.mark.parametrize("name", ["_cuda_memoryStats", "_cuda_hasPrimaryContext"])
+def test_whatever_torch_raises_never_reaches_a_step(torch, source, name):
+    source.start()
+    torch.allocators[0].alloc(10)
+    assert source.allocated() == {0: 512}
+    delattr(torch._C, name)
+    assert source.allocated() == {}
+
+
 def test_a_forked_child_reads_nothing_until_it_starts(torch, source):
     source.start()
     torch.allocators[0].alloc(1000)
@@ -175,6 +205,63 @@ def test_stall_is_the_time_in_the_calls(torch, source, clock):
     assert source.read().stall_seconds == 0.25
 
 
+def history(torch, seconds_per_event, clock):
+    """A snapshot that copies events takes so long for each of them."""
+    allocator = torch.allocators[0]
+
+    def copy():
+        if torch.snapshots[-1] != ((0, 0, False),):
+            clock.advance(len(allocator.trace) * seconds_per_event)
+
+    torch.on_snapshot.append(copy)
+    return torch.cuda.memory._record_memory_history
+
+
+def test_copying_the_jobs_events_is_done_once_not_at_each_read(torch, source, clock, caplog):
+    source.start()
+    allocator = torch.allocators[0]
+    record = history(torch, 0.0625, clock)
+    record("all")
+    for _ in range(4):
+        allocator.alloc(10)
+    source.read()
+    assert source.status().supported  # a quarter of a second is still borne
+    allocator.alloc(10)
+    assert source.read().snapshot.books(0).allocated_bytes == 5 * 512
+    status = source.status()
+    if (0, 0, False) in [args[0] for args in torch.snapshots if args]:  # 2.11: no events, no copy
+        assert status.supported
+        assert [r.message for r in caplog.records if r.levelname == "WARNING"] == []
+        return
+    assert (status.supported, status.reason) == (False, "job_records_history")
+    taken = len(torch.snapshots)
+    why = (
+        "the job records memory history, and this torch (before 2.11) copies all of it with each "
+        "snapshot: no profiles until it stops recording"
+    )
+    for _ in range(2):
+        with pytest.raises(CaptureError, match="no profiles until it stops") as caught:
+            source.read()
+        assert str(caught.value) == f"read: {why}"
+    assert len(torch.snapshots) == taken
+    assert source.allocated() == {0: 5 * 512}
+    assert source.stats()[0].allocated_bytes == 5 * 512
+    record(None)
+    assert source.status().supported
+    source.read()
+    record("all")  # anew, and short again
+    source.read()
+    record(None)
+    record("all")
+    for _ in range(5):
+        allocator.alloc(10)
+    source.read()
+    assert source.status().reason == "job_records_history"
+    assert [r.message for r in caplog.records if r.levelname == "WARNING"] == [
+        f"{why} (a snapshot took 0.31 s)"
+    ]
+
+
 # blocks without a stack
 
 
@@ -186,6 +273,7 @@ def roots(reading):
     }
 
 
+@pytest.mark.usefixtures("engine")
 def test_install_before_the_first_allocation_leaves_nothing_before_install(torch, source):
     source.start()
     backward = torch.allocators[0].alloc(100, frames=())
@@ -193,6 +281,93 @@ def test_install_before_the_first_allocation_leaves_nothing_before_install(torch
     assert roots(source.read()) == {backward: "[backward]"}
 
 
+def test_without_threads_of_the_engine_nothing_is_of_the_backward(torch, source):
+    source.start()
+    native = torch.allocators[0].alloc(100, frames=())
+    assert not autograd_has_threads()
+    names_its_threads = torch.__version__[:3] != "2.3"
+    root = "[no Python frame]" if names_its_threads else "[backward]"
+    assert roots(source.read()) == {native: root}
+
+
+@pytest.mark.usefixtures("engine")
+def test_the_threads_of_the_engine_are_seen_once_they_are_there():
+    assert autograd_has_threads()
+
+
+@pytest.mark.usefixtures("engine")
+def test_what_was_allocated_while_recording_was_off_is_not_of_the_backward(torch, source):
+    source.start()
+    allocator = torch.allocators[0]
+    allocator.record(None, 1, clear=False, skip=())  # past every Python function
+    unrecorded = allocator.alloc(5000)
+    assert roots(source.read()) == {unrecorded: "[no Python frame]"}
+    backward = allocator.alloc(100, frames=())
+    expected = {unrecorded: "[no Python frame]", backward: "[backward]"}
+    assert roots(source.read()) == expected
+    assert roots(source.read()) == expected
+    allocator.free(unrecorded)
+    source.read()
+    allocator.next_address = unrecorded
+    allocator.alloc(100, frames=())
+    assert roots(source.read()) == {unrecorded: "[backward]", backward: "[backward]"}
+
+
+@pytest.mark.usefixtures("engine")
+def test_what_the_jobs_recording_left_without_a_stack_is_not_of_the_backward(torch, source):
+    source.start()
+    allocator = torch.allocators[0]
+    torch.cuda.memory._record_memory_history("all", context=None)
+    unrecorded = allocator.alloc(100, frames=())
+    assert roots(source.read()) == {unrecorded: "[no Python frame]"}
+    torch.cuda.memory._record_memory_history(None)
+    backward = allocator.alloc(100, frames=())
+    source.recorder.keep_on()
+    assert roots(source.read()) == {unrecorded: "[no Python frame]", backward: "[no Python frame]"}
+    later = allocator.alloc(100, frames=())
+    assert roots(source.read())[later] == "[backward]"
+
+
+def test_a_read_that_fails_does_not_lose_that_recording_was_off(torch, source):
+    source.start()
+    allocator = torch.allocators[0]
+    allocator.record(None, 1, clear=False, skip=())
+    unrecorded = allocator.alloc(5000)
+    take, torch._C._cuda_memorySnapshot = torch._C._cuda_memorySnapshot, _raises(RuntimeError("x"))
+    with pytest.raises(CaptureError):
+        source.read()
+    torch._C._cuda_memorySnapshot = take
+    assert roots(source.read()) == {unrecorded: "[no Python frame]"}
+
+
+def test_a_rule_given_out_does_not_change_with_the_next_read(torch, source):
+    old = torch.allocators[0].alloc(100)
+    source.start()
+    reading = source.read()
+    torch.allocators[0].free(old)
+    source.read()
+    assert reading.stackless(0, old) == "[allocated before install]"
+
+
+def test_the_pass_over_old_blocks_is_sliced_and_counted(torch, counters, clock):
+    allocator = torch.allocators[0]
+    for _ in range(320):
+        allocator.alloc(10)
+    worked, slept = iter(range(10_000)), []
+    # each look at the clock is a second later: a slice, at once used up, per 32 blocks
+    pacer = Pacer(now=lambda: float(next(worked)), sleep=slept.append)
+    source = TorchSource(counters=counters, clock=clock, pacer=pacer)
+    torch.on_snapshot.append(lambda: clock.advance(0.5))
+    source.start()
+    assert slept == []  # the job's own thread waits for it in any case
+    assert counters.get("exporter_stall_seconds") == 0.5
+    reading = source.read()
+    assert slept == [0.002] * 10
+    assert reading.stall_seconds == 0.5 + 11
+    source.stop()
+
+
+@pytest.mark.usefixtures("engine")
 def test_old_blocks_are_told_from_those_of_the_backward(torch, source):
     allocator = torch.allocators[0]
     old = allocator.alloc(100)
@@ -201,6 +376,7 @@ def test_old_blocks_are_told_from_those_of_the_backward(torch, source):
     assert roots(source.read()) == {old: "[allocated before install]", backward: "[backward]"}
 
 
+@pytest.mark.usefixtures("engine")
 def test_an_old_address_that_is_given_out_again_is_old_no_longer(torch, source):
     allocator = torch.allocators[0]
     first, second, third = (allocator.alloc(100) for _ in range(3))
@@ -222,11 +398,14 @@ def test_an_old_address_that_is_given_out_again_is_old_no_longer(torch, source):
     }  # fmt: skip
 
 
-def test_a_job_that_records_itself_says_what_it_can(torch, source):
+@pytest.mark.usefixtures("engine")
+def test_under_the_jobs_settings_a_missing_stack_says_little(torch, source):
     torch.cuda.memory._record_memory_history("all")
-    torch.allocators[0].alloc(100, frames=())
+    old = torch.allocators[0].alloc(100, frames=())
     source.start()
-    assert source.read().stackless is None
+    later = torch.allocators[0].alloc(100, frames=())
+    expected = {old: "[allocated before install]", later: "[no Python frame]"}
+    assert roots(source.read()) == expected
 
 
 # windows
@@ -250,6 +429,43 @@ def test_a_window_holds_only_its_own_events(torch, source, clock):
     assert grown == 1400
     assert allocator.mode == "state"
     assert allocator.trace == []
+
+
+def test_the_stall_of_a_window_is_all_but_the_wait(torch, source, clock):
+    source.start()
+    torch.allocators[0].alloc(1)
+    torch.on_snapshot.append(lambda: clock.advance(0.25))
+    begin = clock.seconds
+    reading = source.window(0.0625, threading.Event())
+    assert len(torch.snapshots) == 2  # is the trace somebody else's, and the window itself
+    assert clock.seconds - begin == 0.5625
+    assert reading.stall_seconds == 0.5
+
+
+def test_the_stall_of_a_window_that_fails_is_counted(torch, source, clock, counters):
+    source.start()
+    torch.allocators[0].alloc(1)
+    torch.on_snapshot.append(lambda: clock.advance(0.25))
+    clock.on_wait.append(lambda: torch.cuda.memory._record_memory_history("all"))
+    with pytest.raises(CaptureError, match="the job switched"):
+        source.window(0.0625, threading.Event())
+    assert counters.get("exporter_stall_seconds") == 0.5
+
+
+@pytest.mark.usefixtures("engine")
+def test_events_of_a_window_are_never_older_than_it(torch, source, clock):
+    old = torch.allocators[0].alloc(100)
+    source.start()
+
+    def work():
+        torch.allocators[0].free(old)
+        torch.allocators[0].next_address = old
+        torch.allocators[0].alloc(100, frames=())
+        clock.on_wait.clear()
+
+    clock.on_wait.append(work)
+    reading = source.window(0.05, threading.Event())
+    assert reading.stackless(0, old) == "[backward]"
 
 
 def test_a_window_ends_early_when_the_events_are_many(torch, source, clock, counters):

@@ -300,7 +300,20 @@ def test_the_writer_stops_at_its_limit_and_what_it_wrote_is_whole():
     writer.close()
     assert count > 2
     assert len(gzip.decompress(file.getvalue())) <= 3000
-    assert len(load_recording(file.getvalue()).readings) == count
+    assert lines_of(file.getvalue())[-1] == {"end": {"why": "full"}}
+    recording = load_recording(file.getvalue())
+    assert len(recording.readings) == count
+    assert recording.warnings == ("the recording stopped at its limit after 0 s",)
+
+
+def test_a_recording_that_was_full_at_once_says_so():
+    file = io.BytesIO()
+    writer = writer_for(file, max_bytes=100)
+    assert writer.add(reading_of(stackful()), STEPS) is False
+    writer.close()
+    assert load_recording(file.getvalue()).warnings == (
+        "the recording stopped at its limit after 0 s",
+    )
 
 
 def test_a_limit_of_blocks_holds_for_writer_and_reader(monkeypatch):
@@ -337,6 +350,39 @@ def test_a_full_disk_ends_the_recording_and_keeps_what_it_has():
     assert writer.add(reading_of(stackful()), STEPS) is False
     writer.close()
     assert len(load_recording(file.getvalue()).readings) == 1
+
+
+def test_a_pause_may_end_it_at_any_moment():
+    """GIVEN a pause that raises WHEN it does so at each of its calls THEN no reading is lost."""
+
+    class StoppedError(Exception):
+        pass
+
+    def pause():
+        nonlocal left
+        left -= 1
+        if not left:
+            raise StoppedError
+
+    raw = snapshot([segment([block(512, [frame(str(n))]) for n in range(300)])])
+    readings = []
+    for calls in range(1, 10**6):
+        file, left = io.BytesIO(), calls
+        writer = writer_for(file)
+        assert writer.add(reading_of(stackful()), STEPS) is True
+        try:
+            writer.add(reading_of(raw), STEPS, pause)
+        except StoppedError:
+            added = writer.add(reading_of(raw), STEPS)
+            writer.close()
+            readings.append(len(load_recording(file.getvalue()).readings))
+            assert readings[-1] == 1 + added
+        else:
+            break
+    # before it writes a line it may go on, from then on it may not
+    assert sorted(set(readings), reverse=True) == [2, 1]
+    assert readings == sorted(readings, reverse=True)
+    assert calls > 300
 
 
 def test_pause_is_called_and_changes_nothing():

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-import logging
 import threading
+import time
 
 import prometheus_client
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from support import observations as obs
+from support.asgi import get
 
+from gpumem_otel.config import Secret
 from gpumem_otel.core.counters import Counters
+from gpumem_otel.errors import CaptureError
 from gpumem_otel.export.prometheus import OPENMETRICS, TEXT, Exposition, negotiate
 from gpumem_otel.export.table import METRICS, Level, rows
+from gpumem_otel.serve.app import build_app
+from gpumem_otel.serve.deps import AppDeps
+from gpumem_otel.serve.guard import Guard
+from gpumem_otel.serve.hosts import HostNames
+from gpumem_otel.serve.tokens import Tokens
+from gpumem_otel.serve.workers import Workers
 
 PROMETHEUS_3 = (
     "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
@@ -172,14 +181,15 @@ def test_nothing_to_export_is_empty_and_valid(clock, counters):
     assert counters.get("exporter_errors", stage="scrape") == 0
 
 
-def test_a_failing_observer_is_counted_logged_once_and_tried_again(clock, counters, caplog):
-    observer = Observer(RuntimeError("allocator is gone"))
+def test_a_failing_observer_is_no_empty_exposition(clock, counters):
+    """GIVEN it can not be read THEN that is raised, and tried again with the next scrape."""
+    observer = Observer(CaptureError("allocator is gone"))
     exposition = Exposition(observer, "full", clock=clock, counters=counters)
-    with caplog.at_level(logging.WARNING, logger="gpumem_otel"):
-        assert exposition.render() == (TEXT, b"")
-        assert exposition.render(PROMETHEUS_3) == (OPENMETRICS, b"# EOF\n")
-    assert [record.message for record in caplog.records] == ["metrics could not be rendered"]
-    assert counters.get("exporter_errors", stage="scrape") == 2
+    for accept in ("", PROMETHEUS_3):
+        with pytest.raises(CaptureError, match="allocator is gone"):
+            exposition.render(accept)
+    assert observer.calls == 2
+    assert counters.get("exporter_runs", stage="scrape") == 2
     observer.observation = obs.full()
     assert obs.parsed(exposition.render()[1])
 
@@ -190,7 +200,34 @@ def test_old_values_are_not_served_after_a_failure(clock, counters):
     assert exposition.render()[1]
     clock.now += 5
     observer.observation = RuntimeError("no")
+    with pytest.raises(RuntimeError, match="no"):
+        exposition.render()
+    observer.observation = None
     assert exposition.render() == (TEXT, b"")
+
+
+def test_a_failure_reaches_the_scraper_as_one_line(clock, counters, caplog):
+    """GIVEN the allocator can not be read WHEN scraped THEN an error is answered, counted once."""
+    exposition = Exposition(
+        Observer(RuntimeError("CUDA error")), "full", clock=clock, counters=counters
+    )
+    workers = Workers()
+    app = Guard(
+        build_app(AppDeps(metrics=exposition.render, profile=None, health=None), workers),
+        hosts=HostNames("127.0.0.1", ()),
+        tokens=Tokens(Secret(""), ""),
+        workers=workers,
+        counters=counters,
+    )
+    for _ in range(2):
+        answer = get(app, "/metrics")
+        assert answer.status in {500, 503}
+        assert answer.headers["content-type"].startswith("text/plain")
+        assert len(answer.body.splitlines()) == 1
+    workers.stop()
+    assert workers.join(time.monotonic() + 10)
+    assert counters.get("exporter_errors", stage="scrape") == 2
+    assert len([r for r in caplog.records if r.name.startswith("gpumem_otel")]) == 1
 
 
 def test_scrapes_are_counted(clock, counters):

@@ -10,6 +10,7 @@ import pytest
 from support.push_parts import FakeClock, FakeReader, FakeSink, parts
 
 from gpumem_otel.config import ProfileConfig
+from gpumem_otel.core.counters import Counters
 from gpumem_otel.export.clock import SystemClock
 from gpumem_otel.export.pusher import THREAD_NAME, Pusher
 
@@ -121,6 +122,32 @@ def test_stop_does_not_wait_for_a_server():
     sink.open.set()
     assert pusher.stop()
     stopper.join()
+
+
+def test_a_read_out_that_outlasts_the_stop_is_counted():
+    clock, counters = FakeClock(), Counters()
+    reader, sink = FakeReader(clock), FakeSink(clock)
+    entered, done = threading.Event(), threading.Event()
+    live = reader.live
+
+    def slow():
+        entered.set()
+        assert done.wait(10)
+        return live()
+
+    reader.live = slow
+    pusher = made(SystemClock(), reader, sink, counters=counters)
+    pusher.start()
+    flushing = threading.Thread(target=pusher.flush, args=(10.0,))
+    flushing.start()
+    assert entered.wait(10)
+    assert not pusher.stop(timeout=0.0)
+    assert counters.get("exporter_dropped", reason="shutdown") == 1
+    done.set()
+    flushing.join()
+    assert pusher.stop()
+    assert counters.get("exporter_dropped", reason="shutdown") == 1
+    assert sink.stored == []
 
 
 def test_flush_says_whether_all_was_stored(bench):

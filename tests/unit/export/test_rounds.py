@@ -408,3 +408,81 @@ def test_the_end_sends_once_more_and_counts_what_is_lost():
     assert bench.rounds.waiting == 0
     assert bench.sink.stored[-1] == b"live 1: 2"
     assert bench.dropped["shutdown"] == 1
+
+
+@pytest.mark.parametrize(
+    ("sink", "shown", "final_read", "reads"),
+    [
+        (False, False, False, 0),
+        (False, False, True, 1),
+        (False, True, False, 1),
+        (True, False, False, 1),
+    ],
+    ids=["nobody takes it", "a recording does", "a callback does", "a server does"],
+)
+def test_the_last_reading_is_taken_for_somebody(sink, shown, final_read, reads):
+    bench = Bench(final_read=final_read, on_profiles=(lambda *_: None,) if shown else ())
+    if not sink:
+        bench.rounds = Rounds(replace(bench.rounds._parts, sink=None), bench.stop)
+    bench.rounds.finish(5.0)
+    assert len(bench.reader.readings) == reads
+    assert bench.dropped == {}
+
+
+def test_given_up_while_reading_all_that_would_have_been_sent_is_counted_once():
+    """GIVEN the end comes during a read-out THEN its devices' profiles and those that wait."""
+    bench = Bench(devices=(0, 1), status=lambda: replace(ARMED, devices=(0, 1)))
+    bench.run(until=15)
+    assert bench.rounds.waiting == 2
+    live = bench.reader.live
+
+    def slow():
+        bench.rounds.abandon()  # as the thread that stops us does
+        return live()
+
+    bench.reader.live = slow
+    bench.rounds.finish(5.0)
+    assert bench.dropped == {"shutdown": 4}
+    assert bench.sink.tried == []
+    bench.rounds.finish(5.0)
+    bench.rounds.abandon()
+    assert bench.dropped == {"shutdown": 4}
+
+
+def test_given_up_while_sending_nothing_is_counted_twice():
+    bench = Bench(devices=(0, 1), status=lambda: replace(ARMED, devices=(0, 1)))
+    push = bench.sink.push
+
+    def hanging(*arguments):
+        bench.rounds.abandon()
+        push(*arguments)
+
+    bench.sink.push = hanging
+    bench.sink.errors = [refused("timeout")]
+    bench.rounds.finish(5.0)
+    assert bench.dropped == {"shutdown": 2}
+    assert [name for name, *_ in bench.sink.tried] == ["live0"]
+
+
+def test_given_up_while_encoding():
+    """One is encoded and waits, one is being encoded, one was not begun."""
+    devices = (0, 1, 2)
+
+    def encode(made):
+        if made.device == 1:
+            bench.rounds.abandon()
+        return b"x"
+
+    bench = Bench(devices=devices, status=lambda: replace(ARMED, devices=devices), encode=encode)
+    bench.rounds.finish(5.0)
+    assert bench.dropped == {"shutdown": 3}
+    assert bench.rounds.waiting == 0
+
+
+def test_without_a_server_nothing_is_lost_at_the_end():
+    bench = Bench()
+    rounds = Rounds(replace(bench.rounds._parts, sink=None), bench.stop)
+    live = bench.reader.live
+    bench.reader.live = lambda: (rounds.abandon(), live())[1]
+    rounds.finish(5.0)
+    assert bench.dropped == {}

@@ -31,6 +31,7 @@ gpumem_supported gpumem_exporter_seconds_total gpumem_exporter_runs_total
 gpumem_exporter_stall_seconds_total gpumem_exporter_pushed_bytes_total
 gpumem_last_push_timestamp_seconds gpumem_exporter_dropped_total gpumem_exporter_errors_total
 gpumem_exporter_history_overflow_total
+gpumem_exporter_readouts_raced_total gpumem_exporter_readouts_breached_total
 """,
     )
 )
@@ -42,11 +43,21 @@ OF_THE_SCRAPER = {
 LATER = {
     Level.MINIMAL: 1,  # the yield state
     Level.STANDARD: 8,  # tensor classes
-    Level.FULL: 12 + 3 + 8,  # tensor classes, causes of outside, yield
+    Level.FULL: 12 + 3 + 7,  # tensor classes, causes of outside, yield
 }
 """Series of rows that are not there yet, per rank and device."""
 
 LIMITS = {Level.MINIMAL: 12, Level.STANDARD: 25, Level.FULL: 80}
+
+
+OF_THE_PROCESS = tuple(
+    name for name in NAMES
+    if name.startswith("gpumem_exporter_") or name in {"gpumem_steps_total", "gpumem_supported"}
+)  # fmt: skip
+OF_THE_ALLOCATOR = (
+    "gpumem_ooms_total", "gpumem_alloc_retries_total", "gpumem_allocations_total",
+    "gpumem_allocation_bytes_total",
+)  # fmt: skip
 
 
 def series(observation, level=Level.FULL) -> dict[str, dict[tuple, float]]:
@@ -95,7 +106,7 @@ def test_a_level_holds_at_most_its_series(level):
         == {
             Level.MINIMAL: {("3", "0"): 11, ("3", "1"): 7},
             Level.STANDARD: {("3", "0"): 17, ("3", "1"): 13},
-            Level.FULL: {("3", "0"): 57, ("3", "1"): 26},
+            Level.FULL: {("3", "0"): 58, ("3", "1"): 26},
         }[level]
     )
 
@@ -133,6 +144,49 @@ def test_rows_of_the_process_carry_the_lowest_armed_device():
     observation = obs.full((2, 5), status=SourceStatus(armed=True, supported=True, devices=(2, 5)))
     for name in ("gpumem_steps_total", "gpumem_supported", "gpumem_host_pinned_bytes"):
         assert {dict(key)["device"] for key in series(observation)[name]} == {"2"}
+
+
+def test_the_home_device_is_the_one_that_was_said():
+    """GIVEN a lower device is used later THEN no row of the process moves to it."""
+    for on in ((), (1,), (0, 1)):
+        found = series(obs.full(on, home_device=1, counters={}))
+        for name in OF_THE_PROCESS:
+            assert {dict(key)["device"] for key in found[name]} == {"1"}, (name, on)
+        assert {dict(key)["device"] for key in found["gpumem_target_info"]} == {
+            "1", *map(str, on)
+        }  # fmt: skip
+
+
+@pytest.mark.parametrize("home", [None, 3])
+@pytest.mark.parametrize("reason", ["", "allocator_backend", "no_caching", "error"])
+def test_an_armed_process_says_so_before_its_first_allocation(home, reason):
+    """GIVEN nothing was allocated WHEN armed THEN all of the process is there, events as 0."""
+    status = SourceStatus(armed=True, supported=not reason, reason=reason)
+    found = series(obs.bare(status=status, devices=(), home_device=home))
+    device = {str(home or 0)}
+    for name in (*OF_THE_PROCESS, "gpumem_target_info"):
+        assert {dict(key)["device"] for key in found[name]} == device, name
+    assert by(obs.bare(status=status, devices=()), "gpumem_supported", "reason") == {
+        reason or "none": int(not reason)
+    }
+    # what the allocator did is known only where it can be read: there it did nothing yet
+    for name in OF_THE_ALLOCATOR:
+        values = found.get(name, {})
+        assert [(dict(key)["device"], value) for key, value in values.items()] == (
+            [] if reason else [(*device, 0)]
+        ), name
+
+
+def test_a_counter_of_the_home_device_does_not_end_when_another_device_is_used():
+    observation = obs.full((1,), home_device=0)
+    assert by(observation, "gpumem_ooms_total", "device") == {"0": 0, "1": 1}
+    both = obs.full((0, 1), home_device=0)
+    assert by(both, "gpumem_ooms_total", "device") == {"0": 1, "1": 1}
+
+
+def test_books_that_did_not_close_are_counted():
+    assert only(obs.full(), "gpumem_exporter_readouts_raced_total") == 2
+    assert only(obs.full(), "gpumem_exporter_readouts_breached_total") == 1
 
 
 def test_without_a_device_there_is_no_row():

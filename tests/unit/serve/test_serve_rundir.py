@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import stat
@@ -51,20 +52,24 @@ def start_ticks(pid: int | str) -> int:
 
 def plant(run_dir, entry: RunEntry) -> str:
     """The file of another process, as that one would have written it."""
-    name = f"{entry.pid}-{entry.start_ticks}.json"
-    (run_dir / name).write_text(json.dumps(asdict(entry)))
-    return name
+    (run_dir / entry.file_name).write_text(json.dumps(asdict(entry)))
+    return entry.file_name
 
 
 def test_a_run_file_says_who_and_where(run_dir):
     file = register(str(run_dir), mine())
     path = run_dir / file.name
     ticks = start_ticks("self")
-    assert file.name == f"{os.getpid()}-{ticks}.json"
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    pid_namespace = str(Path("/proc/self/ns/pid").readlink())
+    place = hashlib.sha256(f"{boot_id} {pid_namespace}".encode()).hexdigest()[:8]
+    assert file.name == f"{os.getpid()}-{ticks}-{place}.json"
     assert json.loads(path.read_text()) == {
         "pid": os.getpid(),
         "start_ticks": ticks,
-        "pid_namespace": str(Path("/proc/self/ns/pid").readlink()),
+        "pid_namespace": pid_namespace,
+        "boot_id": boot_id,
+        "machine": os.uname().nodename,
         "host": "127.0.0.1",
         "port": 9465,
         "scheme": "http",
@@ -117,7 +122,8 @@ def test_dead_processes_are_dropped_and_their_files_deleted(run_dir):
     keep = register(str(run_dir), mine()).name
     plant(run_dir, mine(pid=ended_process()))
     plant(run_dir, mine(start_ticks=mine().start_ticks + 1))  # our pid, used before by another
-    (run_dir / f".{ended_process()}-5.json").touch()  # died while writing
+    died_while_writing = mine(pid=ended_process(), start_ticks=5).file_name
+    (run_dir / f".{died_while_writing}").touch()
     assert [entry.pid for entry in targets(str(run_dir))] == [os.getpid()]
     assert names(run_dir) == [keep]
 
@@ -146,6 +152,44 @@ def test_processes_of_another_container_are_kept(run_dir):
     register(str(run_dir), mine())
     name = plant(run_dir, mine(pid=ended_process(), pid_namespace="pid:[1]", rank=0))
     assert [entry.rank for entry in targets(str(run_dir))] == [0, 3]
+    assert name in names(run_dir)
+
+
+def elsewhere(**changes) -> RunEntry:
+    """A process of another machine, whose pid is that of a dead one here."""
+    there = {"boot_id": "another", "machine": "node8", "host": "10.0.0.8", "rank": 8}
+    return mine(pid=ended_process(), **{**there, **changes})
+
+
+def test_processes_of_another_machine_are_kept(run_dir):
+    """GIVEN a directory on a shared file system THEN nothing of others in it is ever deleted."""
+    register(str(run_dir), mine())
+    planted = [
+        plant(run_dir, elsewhere()),
+        plant(run_dir, elsewhere(host="0.0.0.0", rank=9)),
+        plant(run_dir, elsewhere(host="127.0.0.1", rank=10)),  # nobody here can reach it
+    ]
+    half_written = f".{elsewhere(start_ticks=6).file_name}"
+    (run_dir / half_written).touch()
+    found = [(entry.rank, entry.target) for entry in targets(str(run_dir))]
+    assert found == [(3, "127.0.0.1:9465"), (8, "10.0.0.8:9465"), (9, "node8:9465")]
+    register(str(run_dir), mine())
+    assert {*planted, half_written} <= set(names(run_dir))
+
+
+def test_processes_from_before_the_machine_was_started_anew_are_not_listed(run_dir):
+    register(str(run_dir), mine())
+    name = plant(run_dir, elsewhere(machine=os.uname().nodename))
+    assert [entry.rank for entry in targets(str(run_dir))] == [3]
+    assert name in names(run_dir)
+
+
+def test_a_file_that_does_not_say_where_its_process_runs_is_kept(run_dir):
+    register(str(run_dir), mine())
+    entry = elsewhere(boot_id="", machine="")
+    name = f"{entry.pid}-{entry.start_ticks}.json"
+    (run_dir / name).write_text(json.dumps(asdict(entry)))
+    assert [entry.rank for entry in targets(str(run_dir))] == [3, 8]
     assert name in names(run_dir)
 
 

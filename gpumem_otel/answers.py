@@ -1,0 +1,268 @@
+"""What the parts ask of a running process: who it is, its metrics, its profiles, its health.
+
+An `Answers` lives from arming to stopping. It starts nothing and holds no lock but its own, which
+is never held while a lock of anybody else is wanted: the job's own MeterProvider may ask from
+within a lock of the SDK.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Protocol
+
+from gpumem_otel import ranks
+from gpumem_otel.core.model import Observation, ProfileKind, StepStats
+from gpumem_otel.errors import CaptureError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from gpumem_otel.capture.pacer import Pacer
+    from gpumem_otel.capture.readout import Reader
+    from gpumem_otel.config import Config
+    from gpumem_otel.core.counters import Counters
+    from gpumem_otel.core.model import HeapProfile, Identity
+    from gpumem_otel.core.ports import Source
+    from gpumem_otel.serve.deps import Health
+
+__all__ = ["Answers", "StepSource"]
+
+OBSERVE_SECONDS = 1.0
+"""Metrics are answered from values at most this old."""
+
+WAIT_SECONDS = 1.0
+"""How long a question waits for one before it, then takes the last answer: a driver that hangs
+must hold neither a scrape nor the end of the process."""
+
+LATE_INTERVALS = 3
+"""A push is late after so many intervals."""
+
+
+class StepSource(Protocol):
+    """Counts optimizer steps: hooks in a job, the recorded numbers in a replay."""
+
+    def stats(self) -> StepStats:
+        """Steps so far."""
+        ...
+
+
+class Answers:
+    """Answers out of a source, its reader and our own counters; safe from any thread.
+
+    Args:
+        config: everything resolved.
+        environ: the process's environment, for the launcher's variables.
+        source: what is read.
+        reader: profiles of it.
+        counters: what the parts count about themselves.
+        pacer: gives up the interpreter lock between slices of encoding.
+        live_process: whether the source is this process's own torch, not a recording.
+
+    Attributes:
+        steps: set once steps are counted.
+        interval_seconds: asks for the interval between pushes as it is now.
+        last_read_ns: when the last live read-out was made, 0 before.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        environ: Mapping[str, str],
+        source: Source,
+        reader: Reader,
+        counters: Counters,
+        pacer: Pacer,
+        live_process: bool,
+    ) -> None:
+        self.steps: StepSource | None = None
+        self.interval_seconds: Callable[[], float] = lambda: config.profiles.interval_seconds
+        self.last_read_ns = 0
+        self._config = config
+        self._source = source
+        self._reader = reader
+        self._counters = counters
+        self._pacer = pacer
+        self._live_process = live_process
+        self._lock = threading.Lock()
+        self._observed: tuple[float, Observation | None] = (float("-inf"), None)
+        self._started = time.monotonic()
+        self._home_device = self._first_device()
+        self._identity = ranks.identify(
+            environ,
+            service_name=config.service_name,
+            namespace=config.namespace,
+            run_id=config.run_id,
+            tags=config.tags,
+        )
+
+    def _first_device(self) -> int:
+        from gpumem_otel.capture.process import current_device
+
+        devices = self.devices()
+        if devices:
+            return devices[0]
+        return current_device() if self._live_process else 0
+
+    def devices(self) -> tuple[int, ...]:
+        """Devices that are read, sorted; () where none is used yet."""
+        return self._source.status().devices
+
+    def identity(self) -> Identity:
+        """Who this process is, read again once torch.distributed and its devices are known."""
+        from gpumem_otel.capture.process import device_uuids, distributed_rank
+
+        identity = self._identity
+        if not self._live_process:
+            return identity
+        known = distributed_rank()
+        if known is not None and known != (identity.rank, identity.world_size):
+            identity = replace(identity, rank=known[0], world_size=known[1])
+        missing = [d for d in self.devices() if d not in identity.device_uuids]
+        if missing and (found := device_uuids(missing)):
+            identity = replace(identity, device_uuids={**identity.device_uuids, **found})
+        self._identity = identity
+        return identity
+
+    def step_stats(self) -> StepStats:
+        """Steps so far."""
+        return self.steps.stats() if self.steps is not None else StepStats()
+
+    def observe(self) -> Observation | None:
+        """Everything the METRICS table reads from, at most a second old; None: nothing is armed.
+
+        Raises:
+            CaptureError: the allocator could not be read.
+        """
+        if not self._lock.acquire(timeout=WAIT_SECONDS):
+            return self._observed[1]
+        try:
+            taken, last = self._observed
+            if time.monotonic() - taken < OBSERVE_SECONDS:
+                return last
+            started = time.monotonic()
+            try:
+                observation = self._observe()
+            except Exception:
+                self._counters.add("exporter_errors", stage="read")
+                raise
+            self._counters.add("exporter_runs", stage="stats")
+            self._counters.add("exporter_seconds", time.monotonic() - started, stage="stats")
+            self._observed = (time.monotonic(), observation)
+            return observation
+        finally:
+            self._lock.release()
+
+    def _observe(self) -> Observation | None:
+        status = self._source.status()
+        if not status.armed:
+            return None
+        return Observation(
+            identity=self.identity(),
+            status=status,
+            time_ns=time.time_ns(),
+            # a driver that fails is said by the status; the counters of before would be a lie
+            devices=() if status.reason == "error" else self._source.stats(),
+            home_device=self._home_device,
+            books=self._reader.books(),
+            steps=self.step_stats(),
+            counters=self._counters.snapshot(),
+        )
+
+    def profile(
+        self,
+        kind: ProfileKind,
+        device: int | None,
+        seconds: float | None,
+        stop: threading.Event,
+    ) -> bytes:
+        """Gzipped pprof for the listener: all devices (or one) in one profile.
+
+        Raises:
+            CaptureError: it can not be had here.
+            ValueError: there is no such device or kind.
+        """
+        from gpumem_otel.core.pprof import gzip_bytes
+
+        if device is not None and device not in self.devices():
+            used = ", ".join(str(known) for known in self.devices()) or "none"
+            raise ValueError(f"device {device} is not used by this process; used: {used}")
+        if kind is ProfileKind.LIVE:
+            profiles = self._reader.live()
+        elif kind is ProfileKind.ALLOCATED:
+            window = seconds or self._config.profiles.allocated_window_seconds
+            profiles = self._reader.allocated(window, stop)
+        else:
+            raise ValueError(f"kind {kind.value} is not recorded here; ask for live or allocated")
+        if device is not None:
+            profiles = tuple(profile for profile in profiles if profile.device == device)
+            if not profiles:
+                raise CaptureError(f"read: nothing is known of device {device} just now")
+        return gzip_bytes(self._encode(profiles, kind, {"rank": str(self.identity().rank)}))
+
+    def encode(self, profile: HeapProfile) -> bytes:
+        """One profile of one device as uncompressed pprof within the budget."""
+        return self._encode((profile,), profile.kind, None)
+
+    def _encode(
+        self,
+        profiles: tuple[HeapProfile, ...],
+        kind: ProfileKind,
+        device_labels: Mapping[str, str] | None,
+    ) -> bytes:
+        from gpumem_otel.core.pprof import encode
+
+        started = time.monotonic()
+        self._pacer.begin()
+        data = encode(
+            profiles,
+            device_labels=device_labels,
+            max_bytes=self._config.profiles.max_bytes,
+            kind=kind,
+            pause=self._pacer.pause,
+        )
+        self._counters.add("exporter_stall_seconds", self._pacer.end())
+        self._counters.add("exporter_runs", stage="encode")
+        self._counters.add("exporter_seconds", time.monotonic() - started, stage="encode")
+        return data
+
+    def health(self) -> Health:
+        """How the exporter is, for /healthz: says nothing about the job."""
+        from gpumem_otel.serve.deps import Health
+
+        status = self._source.status()
+        reasons = []
+        if not status.armed:
+            reasons.append("nothing is armed")
+        elif not status.supported:
+            reasons.append(f"profiles can not be had here: {status.reason}")
+        ages = {}
+        if self.last_read_ns:
+            ages["read"] = (time.time_ns() - self.last_read_ns) / 1e9
+        if self._config.pyroscope.url:
+            late_seconds = LATE_INTERVALS * self.interval_seconds()
+            pushed = max(
+                self._counters.get("last_push_timestamp_seconds", kind=kind)
+                for kind in self._config.profiles.kinds
+            )
+            age = time.time() - pushed if pushed else time.monotonic() - self._started
+            if pushed:
+                ages["push"] = age
+            if age > late_seconds:
+                reasons.append(
+                    f"the last push was {age:.0f} s ago" if pushed else "no profile was pushed yet"
+                )
+        return Health(ok=not reasons, reasons=tuple(reasons), ages=ages)
+
+    def describe(self) -> tuple[str, ...]:
+        """Sentences about this process, for the comments of each profile."""
+        from gpumem_otel.capture.process import process_facts
+
+        identity = self.identity()
+        facts = process_facts(self.devices())
+        rank = f"rank {identity.rank} of {identity.world_size}, restart {identity.restart}"
+        where = f"node {identity.node}, process {identity.pid}"
+        uuids = [f"device {d}: {uuid}" for d, uuid in sorted(identity.device_uuids.items())]
+        return (rank, where, *uuids, *(f"{name} {value}" for name, value in facts.items()))

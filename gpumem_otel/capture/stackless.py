@@ -1,0 +1,143 @@
+"""What live memory without a stack is called.
+
+Where Python stacks are recorded and a block has none, no Python code ran on the thread that
+allocated it: nearly always a thread of the autograd engine. That is said only where recording was
+ours while the block was allocated, and where the engine has threads at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from gpumem_otel.core.frames import BACKWARD, BEFORE_INSTALL, NO_PYTHON_FRAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from gpumem_otel.capture.pacer import Pacer
+    from gpumem_otel.core.ports import Pause, StacklessRule
+
+__all__ = ["StacklessRoots", "autograd_has_threads"]
+
+_BLOCKS_PER_PAUSE: Final = 32
+_THREADS: Final = Path("/proc/self/task")
+_ENGINE_THREAD: Final = b"autograd"  # `pt_autograd_0` since torch 2.4, from the first backward on
+
+
+class StacklessRoots:
+    """Remembers blocks without a stack that are known not to be of the backward.
+
+    `update` is for one thread at a time; rules may be asked from any.
+
+    Args:
+        pacer: slices the pass over all blocks.
+        engine_is_named: whether this torch names the threads of its autograd engine.
+    """
+
+    def __init__(self, pacer: Pacer, *, engine_is_named: bool) -> None:
+        self._pacer = pacer
+        self._engine_runs = not engine_is_named
+        self._known: dict[tuple[int, int], str] = {}
+
+    def remember_before_install(self, raw: Any) -> None:
+        """Install came late: blocks that have no stack now are older. On the job's own thread."""
+        self._known = dict.fromkeys(_stackless_blocks(raw, _never), BEFORE_INSTALL)
+
+    def update(self, raw: Any, *, unrecorded: bool) -> float:
+        """Forget addresses that are free, or were given out again with a stack.
+
+        Args:
+            raw: the snapshot as torch gives it.
+            unrecorded: recording was off, or the job's, until just before this snapshot: whatever
+                has no stack now may be of that time.
+
+        Returns:
+            Seconds of work in slices.
+        """
+        known = self._known
+        if not known and not unrecorded:
+            return 0.0
+        still: dict[tuple[int, int], str] = {}
+        self._pacer.begin()
+        try:
+            for block in _stackless_blocks(raw, self._pacer.pause):
+                root = known.get(block)
+                if root is not None:
+                    still[block] = root
+                elif unrecorded:
+                    still[block] = NO_PYTHON_FRAME
+            self._known = still  # never changed in place: rules given out look at the old one
+        finally:
+            seconds = self._pacer.end()
+        return seconds
+
+    def of_blocks(self, *, ours: bool) -> StacklessRule:
+        """Names live blocks.
+
+        Args:
+            ours: recorded with our settings; with the job's own, nothing says what a missing
+                stack means.
+        """
+        known = self._known
+        rest = "" if ours else NO_PYTHON_FRAME
+
+        def rule(device: int, address: int | None) -> str:
+            nonlocal rest
+            root = known.get((device, address)) if address is not None else None
+            if root is not None:
+                return root
+            rest = rest or self._ours()
+            return rest
+
+        return rule
+
+    def of_events(self) -> StacklessRule:
+        """Names allocations of a window of ours: all were recorded, so none is older."""
+        rest = ""
+
+        def rule(device: int, address: int | None) -> str:  # noqa: ARG001 - a `StacklessRule`
+            nonlocal rest
+            rest = rest or self._ours()
+            return rest
+
+        return rule
+
+    def _ours(self) -> str:
+        # looked at after the snapshot: a thread is there before what it allocates
+        self._engine_runs = self._engine_runs or autograd_has_threads()
+        return BACKWARD if self._engine_runs else NO_PYTHON_FRAME
+
+
+def autograd_has_threads() -> bool:
+    """Whether the autograd engine has started its threads, by their names; True if unknown."""
+    try:
+        threads = list(_THREADS.iterdir())
+    except OSError:
+        return True
+    return any(_ENGINE_THREAD in _name_of(thread) for thread in threads)
+
+
+def _name_of(thread: Path) -> bytes:
+    try:
+        return (thread / "comm").read_bytes()
+    except OSError:  # it has just ended
+        return b""
+
+
+def _never() -> None:
+    """No pause."""
+
+
+def _stackless_blocks(raw: Any, pause: Pause) -> Iterator[tuple[int, int]]:
+    """(device, address) of every live block that carries no frames."""
+    count = 0
+    for segment in raw["segments"] if isinstance(raw, dict) else raw:
+        for block in segment["blocks"]:
+            count += 1
+            if not count % _BLOCKS_PER_PAUSE:
+                pause()
+            if block["state"] == "active_allocated" and not block.get("frames"):
+                address = block.get("address")
+                if address is not None:
+                    yield segment["device"], address
