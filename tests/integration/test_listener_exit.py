@@ -268,8 +268,10 @@ def test_a_job_that_used_up_its_descriptors_is_served_later():
     process = job("""
 import resource
 listener = started()
-with connected(listener.address) as client:
-    client.request("/metrics"); client.answer()
+with socket.create_connection(listener.address) as early:
+    early.sendall(b"GET /nope HTTP/1.1\\r\\nHost: localhost\\r\\nConnection: close\\r\\n\\r\\n")
+    while early.recv(65536):
+        pass  # up to its end: the listener has closed its side, and no descriptor comes free later
 late = socket.socket()
 taken = [os.dup(0)]
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
