@@ -11,7 +11,6 @@ allocator's `allocated`, and a breach is a fault.
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import time
 from pathlib import Path
@@ -62,11 +61,7 @@ def main() -> None:
             "pushed_bytes": agent.counters.get("exporter_pushed_bytes"),
         }
         gpumem_otel.uninstall()
-    text = json.dumps(results, indent=1)
-    print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+    overhead.write(results, options.out)
 
 
 if __name__ == "__main__":

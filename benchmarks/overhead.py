@@ -411,11 +411,16 @@ def main() -> None:
         torch.cuda.empty_cache()
         results["per_allocation"] = per_allocation(url, 10)
         results["read_out"] = read_outs(url, (1_000, 10_000, 100_000))
+    write(results, options.out)
+
+
+def write(results: dict[str, Any], out: Path | None) -> None:
+    """Print results, and keep them where they are quoted from."""
     text = json.dumps(results, indent=1)
     print(text)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(text + "\n")
+    if out:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(text + "\n")
 
 
 if __name__ == "__main__":
