@@ -53,9 +53,11 @@ def engine():
     named, stop = threading.Event(), threading.Event()
 
     def run():
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(b"pt_autograd_0")
+        name = Path(f"/proc/self/task/{threading.get_native_id()}/comm")
+        name.write_bytes(b"pt_autograd_0")
         named.set()
         stop.wait()
+        name.write_bytes(b"ended")  # the kernel may show it a little longer than join() waits
 
     thread = threading.Thread(target=run)
     thread.start()
