@@ -17,7 +17,6 @@ asked. A forked child is silent: it drops what it inherited and waits for a CUDA
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -31,6 +30,7 @@ from gpumem_otel.capture.pacer import Pacer
 from gpumem_otel.config import ServeConfig, process_environ
 from gpumem_otel.core.counters import Counters
 from gpumem_otel.errors import CaptureError
+from gpumem_otel.logs import named_logger
 from gpumem_otel.ranks import in_notebook
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Agent", "ProfilesCallback"]
 
-_log = logging.getLogger("gpumem_otel.agent")
+_log = named_logger("gpumem_otel.agent")
 
 ProfilesCallback: TypeAlias = "Callable[[ProfileKind, tuple[HeapProfile, ...]], None]"
 
@@ -59,11 +59,16 @@ LEAST_STOP_SECONDS = 0.1
 
 
 class _Guard:
-    """Runs an action of ours so that its failure is counted and logged once, never raised."""
+    """Runs an action of ours so that its failure is counted and logged once, never raised.
+
+    Attributes:
+        failures: what the first one of each stage said; no exception, whose traceback would keep
+            a whole reading alive.
+    """
 
     def __init__(self, counters: Counters) -> None:
         self._counters = counters
-        self._logged: set[str] = set()
+        self.failures: dict[str, str] = {}
 
     def run(self, stage: str, action: Callable[[], object]) -> bool:
         """Whether the action went through."""
@@ -71,8 +76,8 @@ class _Guard:
             action()
         except Exception as error:
             self._counters.add("exporter_errors", stage=stage)
-            if stage not in self._logged:
-                self._logged.add(stage)
+            if stage not in self.failures:
+                self.failures[stage] = str(error) or type(error).__name__
                 _log.warning("%s failed, the job goes on: %s", stage, error, exc_info=True)
             return False
         return True
@@ -448,6 +453,15 @@ class Agent:
     def wait_listening(self, timeout: float) -> bool:
         """Wait until the port is bound."""
         return self._listener is not None and self._listener.bound.wait(timeout)
+
+    @property
+    def listen_error(self) -> OSError | str | None:
+        """Why nothing listens, where that is known; a port that is taken is tried again."""
+        if self._listener is not None:
+            return self._listener.last_error
+        failures = self._guard.failures
+        unarmed = (failures.get("arm") or failures.get("record")) if self.reader is None else None
+        return unarmed or failures.get("listen")
 
     def flush(self, timeout: float = EXIT_FLUSH_SECONDS) -> bool:
         """Read and send now; whether everything was stored in time."""

@@ -6,17 +6,17 @@ imports torch or an SDK: a process is armed by its own first use of CUDA, or nev
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 from gpumem_otel import lifecycle
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Collection
 
 __all__ = ["GpumemInstrumentor", "start_from_environment"]
 
-_log = logging.getLogger("gpumem_otel.instrumentor")
+_log = named_logger("gpumem_otel.instrumentor")
 
 
 def start_from_environment() -> None:

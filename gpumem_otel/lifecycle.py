@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import weakref
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from gpumem_otel.agent import Agent
 from gpumem_otel.config import process_environ
+from gpumem_otel.logs import named_logger
 from gpumem_otel.options import resolve
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ __all__ = [
     "watched",
 ]
 
-_log = logging.getLogger("gpumem_otel")
+_log = named_logger("gpumem_otel")
 
 
 class _State:
@@ -123,7 +123,7 @@ def watch(*objects: object, **named: object) -> None:
             kind = type(item).__name__
             if kind not in _STATE.unwatchable:
                 _STATE.unwatchable.add(kind)
-                _log.warning("watch: a %s can not be watched", kind)
+                _log.warning("watch: no weak reference to %s objects", kind)
             continue
         _STATE.watched[id(reference)] = (name, reference)
 

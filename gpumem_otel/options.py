@@ -8,6 +8,7 @@ a variable that a cluster sets for every job must not kill one of them.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypedDict
 
@@ -226,6 +227,11 @@ OPTIONS: tuple[Option, ...] = (
 )
 """All settings but `enabled`, which is `GPUMEM_OTEL_DISABLED` turned round."""
 
+_PREFIX = "GPUMEM_OTEL_"
+
+_SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_|$)|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
+"""Set by Kubernetes for each Service of the namespace; one may be called gpumem-otel-something."""
+
 _RESOURCE_FIELDS = {
     "service_name": ("service.name",),
     "namespace": ("service.namespace", "k8s.namespace.name"),
@@ -271,8 +277,12 @@ def resolve(environ: Mapping[str, str], **options: Unpack[InstallOptions]) -> Co
     known = {option.name for option in OPTIONS} | {"enabled"}
     for name in given:
         if name not in known:
-            raise ConfigError(f"unknown option {name!r}; known are {', '.join(sorted(known))}")
-    warnings: list[str] = []
+            near = _nearest(name, known)
+            hint = f"did you mean {near!r}? " if near else ""
+            raise ConfigError(
+                f"unknown option {name!r}: {hint}known are {', '.join(sorted(known))}"
+            )
+    warnings = _unknown_variables(environ)
     implied = _standard_defaults(environ)
     sections: dict[str, dict[str, object]] = {
         "": {},
@@ -309,6 +319,26 @@ def resolve(environ: Mapping[str, str], **options: Unpack[InstallOptions]) -> Co
         warnings=tuple(warnings),
         **sections[""],  # type: ignore[arg-type]
     )
+
+
+def _nearest(name: str, names: set[str]) -> str:
+    # late: every process of a job reads its settings, few have a word wrong
+    from difflib import get_close_matches  # noqa: PLC0415
+
+    return next(iter(get_close_matches(name, sorted(names), 1)), "")
+
+
+def _unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """A warning for each variable with our prefix that stands for nothing."""
+    known = {v for option in OPTIONS for v in option.environ if v.startswith(_PREFIX)}
+    known.add("GPUMEM_OTEL_DISABLED")
+    warnings = []
+    for name in sorted(environ):
+        if name.startswith(_PREFIX) and name not in known and not _SERVICE_LINK.search(name):
+            near = _nearest(name[len(_PREFIX) :], {one[len(_PREFIX) :] for one in known})
+            hint = f"; did you mean {_PREFIX}{near}?" if near else ""
+            warnings.append(f"{name} is no setting{hint}")
+    return warnings
 
 
 def _find(

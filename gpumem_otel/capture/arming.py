@@ -7,10 +7,11 @@ that everything it allocates is recorded. While torch is not imported, one finde
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 from typing import TYPE_CHECKING, Any
+
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Arming"]
 
-_log = logging.getLogger("gpumem_otel.capture")
+_log = named_logger("gpumem_otel.capture")
 
 
 class Arming:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Final, cast
 from gpumem_otel.capture.pacer import Pacer
 from gpumem_otel.core.heap import allocated_profile, apply_budget, live_profile
 from gpumem_otel.errors import CaptureError
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Reader"]
 
-_log = logging.getLogger("gpumem_otel.capture")
+_log = named_logger("gpumem_otel.capture")
 
 SHARE_SECONDS: Final = 1.0
 """Callers that come within this time of a read-out are given its profiles."""

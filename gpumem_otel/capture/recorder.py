@@ -16,7 +16,6 @@ window would clear it.
 from __future__ import annotations
 
 import functools
-import logging
 import os
 import re
 import threading
@@ -25,13 +24,14 @@ from typing import TYPE_CHECKING, Any, Final
 from gpumem_otel.capture.patching import Patch
 from gpumem_otel.capture.symbols import InductorGuard
 from gpumem_otel.errors import CaptureError
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 __all__ = ["Recorder", "known_arity", "torch_version"]
 
-_log = logging.getLogger("gpumem_otel.capture")
+_log = named_logger("gpumem_otel.capture")
 
 _RECORD: Final = "_cuda_record_memory_history"
 _WRAPPED: Final = (_RECORD, "_cuda_record_memory_history_legacy")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -18,6 +17,7 @@ from gpumem_otel.core.model import DeviceStats, SourceStatus
 from gpumem_otel.core.ports import Reading
 from gpumem_otel.core.snapshot import from_torch
 from gpumem_otel.errors import CaptureError
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["TorchSource"]
 
-_log = logging.getLogger("gpumem_otel.capture")
+_log = named_logger("gpumem_otel.capture")
 
 _NO_CACHING: Final = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 _WINDOW_TICK_SECONDS: Final = 0.05

@@ -10,7 +10,6 @@ does. Whoever needs more calls `step()`, which turns the hooks off.
 
 from __future__ import annotations
 
-import logging
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.core.model import StepStats
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["StepCounter"]
 
-_log = logging.getLogger("gpumem_otel.capture")
+_log = named_logger("gpumem_otel.capture")
 
 _MIN_FLOOR_SECONDS: Final = 0.05
 _FLOOR_COST_FACTOR: Final = 500.0

@@ -81,7 +81,9 @@ def _torch(environ: Mapping[str, str], timeout: float, *, require_gpu: bool) -> 
     facts = _ask_torch(environ, timeout)
     bad = PROBLEM if require_gpu else MISSING
     if isinstance(facts, Check):
-        return [facts if facts.status != MISSING else facts._replace(status=bad)]
+        if require_gpu and facts.status == MISSING:
+            return [Check("torch", PROBLEM, "not installed", "pip install torch")]
+        return [facts]
     version = str(facts["torch"])
     cuda = facts.get("cuda_build")
     build = f"{version}, built for CUDA {cuda}" if cuda else f"{version}, a build without CUDA"

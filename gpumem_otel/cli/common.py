@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.core.model import HeapProfile, ProfileKind
     from gpumem_otel.core.ports import FrameNamer
+    from gpumem_otel.core.record_values import RecordedWindow
     from gpumem_otel.core.snapshot import Snapshot
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "CommandFailed",
     "environ",
     "load",
+    "load_with_window",
     "namer_for",
     "pick_devices",
     "print_json",
@@ -33,10 +35,13 @@ __all__ = [
     "progress",
     "read_bytes",
     "warn",
+    "window_profiles",
     "write_output",
 ]
 
 STDIN_NAME = "<stdin>"
+
+_PPROF_BYTES = 64 << 20
 
 
 class CommandFailed(click.ClickException):
@@ -83,8 +88,64 @@ def load(path: str) -> Snapshot:
 
     with progress(f"reading {path}"):
         if path == "-":
-            return load_snapshot(BytesIO(sys.stdin.buffer.read()), name=STDIN_NAME)
-        return load_snapshot(path)
+            data = sys.stdin.buffer.read()
+            with _pprof_said(lambda: data):
+                return load_snapshot(BytesIO(data), name=STDIN_NAME)
+        with _pprof_said(lambda: _small(path)):
+            return load_snapshot(path)
+
+
+def load_with_window(path: str) -> tuple[Snapshot, RecordedWindow | None]:
+    """Read a snapshot or recording, and the last window of events that a recording holds.
+
+    Raises:
+        SnapshotError: it can not be read.
+        CommandFailed: it is a recording without windows.
+    """
+    from gpumem_otel.core.fileform import Recording, decode
+    from gpumem_otel.core.recording import load_recording
+    from gpumem_otel.core.snapshot import parse_snapshot
+
+    name = STDIN_NAME if path == "-" else path
+    with progress(f"reading {path}"):
+        data = read_bytes(path)
+        with _pprof_said(lambda: data):
+            if not isinstance(decode(data, name)[0], Recording):
+                return parse_snapshot(data, name), None
+        recording = load_recording(data, name=name)
+    if not recording.windows:
+        raise CommandFailed(
+            f"{name}: holds no windows of allocation events; record with "
+            "--profiles live,allocated to see what was allocated"
+        )
+    window = recording.windows[-1]
+    return window.reading().snapshot, window
+
+
+@contextmanager
+def _pprof_said(data: Callable[[], bytes]) -> Iterator[None]:
+    """What is no snapshot may be what `convert` made of one: then the error says that."""
+    from gpumem_otel.errors import EncodeError, SnapshotError
+
+    try:
+        yield
+    except SnapshotError as error:
+        from gpumem_otel.core import pprof
+
+        try:
+            types = pprof.decode(data()).sample_types
+        except (EncodeError, OSError):
+            types = ()
+        if not types:
+            raise
+        reason = "a pprof profile, not a snapshot: go tool pprof reads it"
+        raise SnapshotError(error.source, reason) from None
+
+
+def _small(path: str) -> bytes:
+    """The bytes of a file that may be a profile; none where it is too large or no file."""
+    file = Path(path)
+    return file.read_bytes() if file.is_file() and file.stat().st_size <= _PPROF_BYTES else b""
 
 
 def namer_for(snapshot: Snapshot) -> FrameNamer:
@@ -141,6 +202,36 @@ def profiles_of(
     return tuple(
         heap.allocated_profile(snapshot, device, namer=namer, time_ns=time_ns, duration_ns=0)
         for device in with_events
+    )
+
+
+def window_profiles(
+    snapshot: Snapshot, window: RecordedWindow, devices: tuple[int, ...]
+) -> tuple[HeapProfile, ...]:
+    """What was allocated in a recorded window, scaled to the allocator's counters."""
+    from gpumem_otel.core import heap
+
+    first = {stats.device: stats for stats in window.before}
+    last = {stats.device: stats for stats in window.after}
+
+    def grown(device: int, field: str) -> int | None:
+        if device not in first or device not in last:
+            return None
+        # the job may have reset its counters
+        increase: int = getattr(last[device], field) - getattr(first[device], field)
+        return max(increase, 0)
+
+    return tuple(
+        heap.allocated_profile(
+            snapshot,
+            device,
+            namer=namer_for(snapshot),
+            requested_total_bytes=grown(device, "requested_allocation_bytes"),
+            objects_total=grown(device, "allocations"),
+            time_ns=window.time_ns,
+            duration_ns=round(window.seconds * 1e9),
+        )
+        for device in devices
     )
 
 

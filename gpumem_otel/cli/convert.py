@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import load, pick_devices, profiles_of, progress, write_output
+from gpumem_otel.cli.common import (
+    load,
+    load_with_window,
+    pick_devices,
+    profiles_of,
+    progress,
+    window_profiles,
+    write_output,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,7 +31,8 @@ Examples:
   gpumem-otel convert snapshot.pickle -o made.pb.gz --kind allocated --device 0
 
 pprof is written gzipped; the same input gives the same bytes. Its samples carry the device as
-label "device". OUT is written whole or not at all.
+label "device". OUT is written whole or not at all. Of a recording, live is its last snapshot and
+allocated the last window in it (record --profiles live,allocated).
 """
 
 
@@ -49,10 +58,14 @@ def command(source: str, output: str, kind: str, device: int | None, form: str) 
     """Turn the snapshot or recording IN into a profile."""
     from gpumem_otel.core.model import ProfileKind as Kind
 
-    snapshot = load(source)
+    allocated = Kind(kind) is Kind.ALLOCATED
+    snapshot, window = load_with_window(source) if allocated else (load(source), None)
     devices = pick_devices(snapshot, device)
     with progress(f"writing {output}"):
-        profiles = profiles_of(snapshot, Kind(kind), devices)
+        if window is not None:
+            profiles = window_profiles(snapshot, window, devices)
+        else:
+            profiles = profiles_of(snapshot, Kind(kind), devices)
         write_output(output, _bytes(profiles, form, Kind(kind)))
 
 

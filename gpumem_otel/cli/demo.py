@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from gpumem_otel.cli.common import CommandFailed, environ
-from gpumem_otel.cli.demo_parts import LastProfiles, one_line_warnings, training
+from gpumem_otel.cli.demo_listen import await_listener, greet
+from gpumem_otel.cli.demo_parts import (
+    LastProfiles,
+    forget_stdout,
+    one_line_warnings,
+    training,
+)
+from gpumem_otel.core.text import human_bytes
+from gpumem_otel.errors import GpumemError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from gpumem_otel.agent import Agent
     from gpumem_otel.capture.replay import ReplaySource
     from gpumem_otel.config import Config
+    from gpumem_otel.core.model import DeviceBooks
+    from gpumem_otel.options import InstallOptions
 
 __all__ = ["RECORDING", "command"]
 
@@ -37,6 +48,7 @@ _INTERVAL_SECONDS = 2.0
 _LISTEN_SECONDS = 5.0
 _FIRST_CUDA_SECONDS = 60.0
 """What a driver may take to give its first context."""
+_ABOUT = {"live": "the last moment", "allocated": "what was allocated of late"}
 
 
 @click.command("demo", epilog=_EPILOG, short_help="Show everything at work.")
@@ -44,36 +56,51 @@ _FIRST_CUDA_SECONDS = 60.0
     "--duration", type=click.FloatRange(0.5), default=30.0, show_default=True, help="Seconds."
 )
 @click.option("--pyroscope", metavar="URL", help="Push profiles to this server as well.")
+@click.option("--host", help="Address to serve on [default: GPUMEM_OTEL_HOST, or 127.0.0.1].")
 @click.option(
     "--port",
     type=click.IntRange(0, 65_535),
-    default=9464,
-    show_default=True,
-    help="Where to serve; 0: any free port.",
+    help="0: any free port [default: GPUMEM_OTEL_PORT, or 9464].",
 )
 @click.option("--out", default="gpumem-demo", show_default=True, help="Folder for the profiles.")
 @click.option("--gpu/--replay", "gpu", default=None, help="Train, or replay (default: by itself).")
 def command(
-    duration: float, pyroscope: str | None, port: int, out: str, *, gpu: bool | None
+    duration: float,
+    pyroscope: str | None,
+    host: str | None,
+    port: int | None,
+    out: str,
+    *,
+    gpu: bool | None,
 ) -> None:
     """Show what holds the GPU memory of a training run, live, served and as files."""
     from gpumem_otel.agent import Agent
 
+    given = _options(pyroscope, host, port)
     device = _gpu(asked=gpu)
     source = None if device else _replay()
-    config = _config(port, pyroscope, allocated=source is None or source.has_windows)
+    config = _config(given, allocated=source is None or source.has_windows)
     profiles = LastProfiles(_made(out))
-    agent = Agent(config, source=source, on_profiles=profiles.take, environ=environ())
+    agent = Agent(
+        config,
+        source=source,
+        on_profiles=lambda kind, read: profiles.take(kind, read, *_beside(agent)),
+        environ=environ(),
+    )
     said = f"training a small transformer on {device}" if device else _about(source)
-    click.echo(f"gpumem-otel demo: {said}, for {duration:g} s")
-    with one_line_warnings() as warnings, _stopping(agent):
-        agent.start()
-        with training(on=bool(device)) as failure:
-            _await_listener(agent, config, cuda=bool(device), failure=failure)
-            warnings.let_go()
-            _show(agent, profiles, duration, failure)
-    profiles.write()
-    _farewell(profiles)
+    try:
+        click.echo(f"gpumem-otel demo: {said}, for {duration:g} s")
+        with one_line_warnings() as warnings, _stopping(agent):
+            agent.start()
+            with training(on=bool(device)) as failure:
+                check = partial(_check_training, failure)
+                await_listener(agent, check, _FIRST_CUDA_SECONDS if device else _LISTEN_SECONDS)
+                _greet(agent, config)
+                warnings.let_go()
+                _show(agent, profiles, duration, check)
+        _farewell(profiles)
+    except BrokenPipeError:
+        forget_stdout()  # `| head` had enough: an end like any other
 
 
 def _gpu(*, asked: bool | None) -> str:
@@ -108,21 +135,40 @@ def _about(source: ReplaySource | None) -> str:
     return f"no GPU here: replaying the recording of a run on {device}"
 
 
-def _config(port: int, pyroscope: str | None, *, allocated: bool) -> Config:
+def _options(pyroscope: str | None, host: str | None, port: int | None) -> InstallOptions:
+    """What the command line says.
+
+    Raises:
+        CommandFailed: the environment switches everything off.
+    """
     from gpumem_otel.options import InstallOptions, resolve
 
+    if not resolve(environ()).enabled:
+        raise CommandFailed(
+            "GPUMEM_OTEL_DISABLED is set, so nothing would be read; unset it for the demo"
+        )
+    options = InstallOptions()
+    if pyroscope is not None:
+        options["pyroscope_url"] = pyroscope
+    if host is not None:
+        options["host"] = host
+    if port is not None:
+        options["port"] = port
+    return options
+
+
+def _config(given: InstallOptions, *, allocated: bool) -> Config:
+    from gpumem_otel.options import resolve
+
+    base = environ()
     options: InstallOptions = {
         "interval_seconds": _INTERVAL_SECONDS,
         "max_stall_ratio": 0.05,  # a demo wants to be watched, not to be quick
         "profiles": ("live", "allocated") if allocated else ("live",),
         "allocated_window_seconds": _INTERVAL_SECONDS / 4,
         "serve": True,
-        "host": "127.0.0.1",
-        "port": port,
+        **given,
     }
-    base = environ()
-    if pyroscope is not None:
-        options["pyroscope_url"] = pyroscope
     if not resolve(base).service_name:
         options["service_name"] = "gpumem-demo"
     return resolve(base, **options)
@@ -148,24 +194,10 @@ def _stopping(agent: Agent) -> Iterator[None]:
         agent.stop(5.0)
 
 
-def _await_listener(
-    agent: Agent, config: Config, *, cuda: bool, failure: list[BaseException]
-) -> None:
-    """Say where it serves.
-
-    Raises:
-        CommandFailed: the port is taken, or the training failed.
-    """
-    deadline = time.monotonic() + (_FIRST_CUDA_SECONDS if cuda else _LISTEN_SECONDS)
-    while not agent.wait_listening(0.2):
-        _check_training(failure)
-        if time.monotonic() > deadline:
-            where = f"{config.serve.host}:{config.serve.port}"
-            raise CommandFailed(f"{where} is taken; choose another with --port (0: any free one)")
-    address = agent.address
-    if address is None:
-        raise CommandFailed("the listener ended; see the log above")
-    _greet(address, config)
+def _beside(agent: Agent) -> tuple[Mapping[int, DeviceBooks], int]:
+    """What is told beside the profiles that were read just now: the books, and steps so far."""
+    books = agent.reader.books() if agent.reader is not None else {}
+    return books, agent.answers.step_stats().steps if agent.answers is not None else 0
 
 
 def _check_training(failure: list[BaseException]) -> None:
@@ -173,42 +205,42 @@ def _check_training(failure: list[BaseException]) -> None:
         raise CommandFailed(f"the training failed: {type(failure[0]).__name__}: {failure[0]}")
 
 
-def _greet(address: tuple[str, int], config: Config) -> None:
-    url = f"http://{address[0]}:{address[1]}"
-    click.echo("  look at it while it runs:")
-    click.echo(f"    go tool pprof -http=: {url}/debug/pprof/gpumem")
-    click.echo(f"    curl {url}/metrics")
-    click.echo(
-        f"    prometheus: scrape_configs: [{{static_configs: [{{targets: ['{url[7:]}']}}]}}]"
-    )
-    if config.pyroscope.url:
-        click.echo(f"  pushing to {config.pyroscope.url} as {config.service_name}")
-    click.echo()
+def _greet(agent: Agent, config: Config) -> None:
+    address = agent.address
+    if address is None:
+        raise CommandFailed("the listener ended; see the log above")
+    greet(address, config)
 
 
-def _show(
-    agent: Agent, profiles: LastProfiles, duration: float, failure: list[BaseException]
-) -> None:
+def _show(agent: Agent, profiles: LastProfiles, duration: float, check: Callable[[], None]) -> None:
+    """Draw what is written, until the time is over or Ctrl-C; the last table is the last file."""
     from gpumem_otel.cli.demo_view import view
+    from gpumem_otel.core.model import ProfileKind
 
     deadline = time.monotonic() + duration
     with view() as draw:
-        while True:
-            _check_training(failure)
-            left = deadline - time.monotonic()
-            profiles.write()
-            draw(profiles.live(), agent.observe(), max(left, 0.0))
-            if left <= 0:
-                return
-            time.sleep(min(0.5, left))
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                check()
+                draw(profiles.write(), left)
+                time.sleep(min(0.5, left))
+        except KeyboardInterrupt:
+            click.echo(err=True)
+        with contextlib.suppress(GpumemError):  # then the reading before is the last
+            if agent.reader is not None:
+                profiles.take(ProfileKind.LIVE, agent.reader.live(), *_beside(agent))
+        draw(profiles.write(last=True), 0.0)
 
 
 def _farewell(profiles: LastProfiles) -> None:
-    if not profiles.written:
+    written, fullest = profiles.written, profiles.fullest
+    if fullest is None:
         click.echo("no profile was read")
         return
-    for path in profiles.written.values():
-        click.echo(f"wrote {path}")
-    last = profiles.written.get("live") or next(iter(profiles.written.values()))
-    click.echo(f"look at it with: go tool pprof -http=: {last}")
+    held = human_bytes(fullest.size_bytes)
+    click.echo(f"wrote {written['fullest']} (the moment at which most was held: {held})")
+    for name in ("live", "allocated"):
+        if name in written:
+            click.echo(f"wrote {written[name]} ({_ABOUT[name]})")
+    click.echo(f"look at it with: go tool pprof -http=: {written['fullest']}")
     click.echo("or in a job of yours: gpumem-otel run --serve -- python train.py")

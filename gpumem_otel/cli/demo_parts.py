@@ -1,48 +1,103 @@
-"""Pieces of the demo: the training thread, the last profiles as files, warnings as lines."""
+"""Pieces of the demo: the training thread, its profiles as files, warnings as lines."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import sys
 import threading
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpumem_otel.cli.common import warn, write_output
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-    from gpumem_otel.core.model import HeapProfile, ProfileKind
+    from gpumem_otel.core.model import DeviceBooks, HeapProfile, ProfileKind
 
-__all__ = ["LastProfiles", "OneLiners", "one_line_warnings", "training"]
+__all__ = [
+    "LastProfiles",
+    "Moment",
+    "OneLiners",
+    "forget_stdout",
+    "one_line_warnings",
+    "training",
+]
+
+_ANOTHER_WINDOW = "is open; try again when it is over"
+"""How the message ends when somebody's own ?seconds= request records just then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Live profiles of one reading, one per device, and what was known beside them."""
+
+    profiles: tuple[HeapProfile, ...]
+    books: Mapping[int, DeviceBooks]
+    steps: int
+
+    @property
+    def size_bytes(self) -> int:
+        """All that was held."""
+        return sum(profile.total_bytes for profile in self.profiles)
+
+    def reserved_bytes(self, profile: HeapProfile) -> int | None:
+        """Reserved on the profile's device; None where the books are of another reading."""
+        books = self.books.get(profile.device)
+        if books is None or books.allocated_bytes != profile.total_bytes:
+            return None
+        return books.reserved_bytes
 
 
 class LastProfiles:
-    """Keeps the last profiles of each kind and writes them to files on the main thread."""
+    """Keeps what was read last, and the fullest; the main thread writes them to files.
+
+    `live.pb.gz` is the last moment, `fullest.pb.gz` the one at which most was held, and
+    `allocated.pb.gz` what was allocated of late.
+
+    Attributes:
+        fullest: the moment in `fullest.pb.gz`.
+        written: the files by their names' stems.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.written: dict[str, Path] = {}
+        self.fullest: Moment | None = None
         self._lock = threading.Lock()
-        self._last: dict[ProfileKind, tuple[HeapProfile, ...]] = {}
-        self._new: set[ProfileKind] = set()
+        self._live: Moment | None = None
+        self._new: dict[str, tuple[HeapProfile, ...]] = {}
+        self._over = False
 
-    def take(self, kind: ProfileKind, profiles: tuple[HeapProfile, ...]) -> None:
-        """Called on the agent's thread."""
-        with self._lock:
-            self._last[kind] = profiles
-            self._new.add(kind)
-
-    def live(self) -> tuple[HeapProfile, ...]:
-        """The last live profiles, () before the first."""
+    def take(
+        self,
+        kind: ProfileKind,
+        profiles: tuple[HeapProfile, ...],
+        books: Mapping[int, DeviceBooks],
+        steps: int,
+    ) -> None:
+        """Called on the agent's thread, right after the reading."""
         from gpumem_otel.core.model import ProfileKind
 
         with self._lock:
-            return self._last.get(ProfileKind.LIVE, ())
+            if self._over or not profiles:
+                return
+            self._new[kind.value] = profiles
+            if kind is not ProfileKind.LIVE:
+                return
+            self._live = now = Moment(profiles, books, steps)
+            if self.fullest is None or now.size_bytes > self.fullest.size_bytes:
+                self.fullest = now
+                self._new["fullest"] = profiles
 
-    def write(self) -> None:
-        """Write what is new.
+    def write(self, *, last: bool = False) -> Moment | None:
+        """Write what is new; returns what `live.pb.gz` holds now, None before the first.
+
+        Args:
+            last: nothing is taken from now on, so that the file stays what was shown.
 
         Raises:
             CommandFailed: the folder can not be written.
@@ -50,19 +105,30 @@ class LastProfiles:
         from gpumem_otel.core import pprof
 
         with self._lock:
-            new, self._new = self._new, set()
-            due = [(kind, self._last[kind]) for kind in sorted(new)]
-        for kind, profiles in due:
-            path = self.folder / f"{kind.value}.pb.gz"
-            data = pprof.encode(profiles, device_labels={}, kind=kind)
+            self._over |= last
+            new, self._new = self._new, {}
+            live = self._live
+        for name, profiles in sorted(new.items()):
+            path = self.folder / f"{name}.pb.gz"
+            data = pprof.encode(profiles, device_labels={}, kind=profiles[0].kind)
             write_output(str(path), pprof.gzip_bytes(data))
-            self.written[kind.value] = path
+            self.written[name] = path
+        return live
+
+
+def forget_stdout() -> None:
+    """Nobody reads it any more: what is still written to it goes nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        nothing = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nothing, sys.stdout.fileno())
+        os.close(nothing)
 
 
 class OneLiners(logging.Handler):
     """The agent's warnings as lines of ours, without tracebacks; held until it listens.
 
-    What is held is dropped if it never does: the error then says the same.
+    What is held is dropped if it never does: the error then says the same. That a window of ours
+    is left out while somebody records one of their own is as it should be, and not said.
     """
 
     def __init__(self) -> None:
@@ -71,10 +137,13 @@ class OneLiners(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
+        message = record.getMessage()
+        if _ANOTHER_WINDOW in message:
+            return
         if self._held is None:
-            warn(record.getMessage())
+            warn(message)
         else:
-            self._held.append(record.getMessage())
+            self._held.append(message)
 
     def let_go(self) -> None:
         """Say what was held, and from now on everything at once."""

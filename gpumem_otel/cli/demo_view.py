@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import click
 
@@ -14,10 +14,11 @@ from gpumem_otel.core.text import human_bytes, percent, printable, top_rows
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from gpumem_otel.core.model import Frame, HeapProfile, Observation
+    from gpumem_otel.cli.demo_parts import Moment
+    from gpumem_otel.core.model import Frame, HeapProfile
     from gpumem_otel.core.text import TopRow
 
-__all__ = ["Draw", "stack_line", "view"]
+__all__ = ["Draw", "Row", "device_line", "shown_rows", "stack_line", "view"]
 
 _ROWS = 12
 _PLAIN_ROWS = 3
@@ -25,16 +26,19 @@ _PLAIN_SECONDS = 5.0
 
 
 class Draw(Protocol):
-    """Shows the state of now."""
+    """Shows one moment."""
 
-    def __call__(
-        self,
-        profiles: tuple[HeapProfile, ...],
-        observation: Observation | None,
-        left_seconds: float,
-    ) -> None:
-        """Profiles may be () and the observation None before the first reading."""
+    def __call__(self, moment: Moment | None, left_seconds: float) -> None:
+        """The moment is None before the first reading."""
         ...
+
+
+class Row(NamedTuple):
+    """What is held by the stacks that read the same in one line."""
+
+    size_bytes: int
+    objects: int
+    line: str
 
 
 @contextlib.contextmanager
@@ -47,12 +51,8 @@ def view() -> Iterator[Draw]:
 
     with Live(auto_refresh=False, transient=False) as live:
 
-        def draw(
-            profiles: tuple[HeapProfile, ...],
-            observation: Observation | None,
-            left_seconds: float,
-        ) -> None:
-            live.update(_table(profiles, observation, left_seconds), refresh=True)
+        def draw(moment: Moment | None, left_seconds: float) -> None:
+            live.update(_table(moment, left_seconds), refresh=True)
 
         yield draw
 
@@ -76,39 +76,53 @@ def _place(frame: Frame) -> str:
     return f" ({basename(frame.filename)}:{frame.line})" if frame.filename else ""
 
 
-def _totals(observation: Observation | None) -> list[str]:
-    if observation is None:
+def shown_rows(profile: HeapProfile, limit: int) -> list[Row]:
+    """The lines that hold most; stacks that differ only in what is not shown are one line."""
+    sums: dict[str, tuple[int, int]] = {}
+    for row in top_rows(profile):
+        line = stack_line(row)
+        size_bytes, objects = sums.get(line, (0, 0))
+        sums[line] = (size_bytes + row.self_bytes, objects + row.objects)
+    rows = [Row(*held, line) for line, held in sums.items()]
+    rows.sort(key=lambda row: -row.size_bytes)
+    return rows[:limit]
+
+
+def device_line(moment: Moment, profile: HeapProfile) -> str:
+    """The line over the rows of a device: the whole that their shares are of."""
+    reserved = moment.reserved_bytes(profile)
+    parts = [f"allocated {human_bytes(profile.total_bytes)}"]
+    if reserved is not None:
+        parts.append(f"reserved {human_bytes(reserved)}")
+    if moment.steps:
+        parts.append(f"step {moment.steps}")
+    return f"device {profile.device}: {', '.join(parts)}"
+
+
+def _titled(moment: Moment | None) -> list[tuple[HeapProfile, str]]:
+    if moment is None:
         return []
-    steps = f", step {observation.steps.steps}" if observation.steps.steps else ""
-    return [
-        f"device {one.device}: allocated {human_bytes(one.allocated_bytes)}, "
-        f"reserved {human_bytes(one.reserved_bytes)}{steps}"
-        for one in observation.devices
-    ]
+    return [(profile, device_line(moment, profile)) for profile in moment.profiles]
 
 
-def _table(
-    profiles: tuple[HeapProfile, ...], observation: Observation | None, left_seconds: float
-) -> Any:
+def _table(moment: Moment | None, left_seconds: float) -> Any:
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
-    parts: list[Any] = [Text(line, style="bold") for line in _totals(observation)]
-    for profile in profiles:
-        table = Table(
-            title=f"what holds device {profile.device}", expand=True, title_justify="left"
-        )
+    parts: list[Any] = []
+    for profile, title in _titled(moment):
+        table = Table(title=Text(title, style="bold"), expand=True, title_justify="left")
         table.add_column("held", justify="right", no_wrap=True)
         table.add_column("share", justify="right", no_wrap=True)
         table.add_column("count", justify="right", no_wrap=True)
         table.add_column("stack, innermost first", overflow="ellipsis", no_wrap=True, ratio=1)
-        for row in top_rows(profile, limit=_ROWS):
+        for row in shown_rows(profile, _ROWS):
             table.add_row(
-                human_bytes(row.self_bytes),
-                percent(row.self_bytes, profile.total_bytes),
+                human_bytes(row.size_bytes),
+                percent(row.size_bytes, profile.total_bytes),
                 f"{row.objects:,}",
-                Text(stack_line(row)),
+                Text(row.line),
             )
         parts.append(table)
     parts.append(Text(f"{left_seconds:.0f} s left, Ctrl-C ends it", style="dim"))
@@ -121,21 +135,15 @@ class _Plain:
     def __init__(self) -> None:
         self._last_left = float("inf")
 
-    def __call__(
-        self,
-        profiles: tuple[HeapProfile, ...],
-        observation: Observation | None,
-        left_seconds: float,
-    ) -> None:
+    def __call__(self, moment: Moment | None, left_seconds: float) -> None:
         """See `Draw`."""
         due = self._last_left - left_seconds >= _PLAIN_SECONDS or left_seconds <= 0
-        if not profiles or not due:
+        if moment is None or not due:
             return
         self._last_left = left_seconds
-        for line in _totals(observation):
-            click.echo(line)
-        for profile in profiles:
-            for row in top_rows(profile, limit=_PLAIN_ROWS):
-                share = percent(row.self_bytes, profile.total_bytes)
-                click.echo(f"  {human_bytes(row.self_bytes):>10} {share:>6}  {stack_line(row)}")
+        for profile, title in _titled(moment):
+            click.echo(title)
+            for row in shown_rows(profile, _PLAIN_ROWS):
+                share = percent(row.size_bytes, profile.total_bytes)
+                click.echo(f"  {human_bytes(row.size_bytes):>10} {share:>6}  {row.line}")
         sys.stdout.flush()

@@ -44,13 +44,17 @@ _VARIABLES: dict[str, str] = {
 """Option of the command line -> the variable that carries it to the job."""
 
 
+def _did_you_mean(command: str) -> str:
+    return f"; did you mean: python {command}" if command.endswith(".py") else ""
+
+
 class CommandNotFound(click.ClickException):
     """There is no such command: 127, as shells say."""
 
     exit_code = 127
 
     def __init__(self, command: str) -> None:
-        super().__init__(f"{command}: command not found")
+        super().__init__(f"{command}: command not found{_did_you_mean(command)}")
 
 
 class CommandNotExecutable(click.ClickException):
@@ -59,7 +63,7 @@ class CommandNotExecutable(click.ClickException):
     exit_code = 126
 
     def __init__(self, command: str) -> None:
-        super().__init__(f"{command}: is not executable")
+        super().__init__(f"{command}: is not executable{_did_you_mean(command)}")
 
 
 def not_started(command: str, error: OSError) -> click.ClickException:

@@ -17,6 +17,7 @@ from gpumem_otel.cli.common import (
     read_bytes,
     warn,
 )
+from gpumem_otel.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,6 +38,15 @@ sent with the time of now, since the server refuses them otherwise.
 """
 
 _DEFAULT_SERVICE = "gpumem-otel"
+
+_OPTIONS = {
+    "pyroscope_url": "--url",
+    "service_name": "--service",
+    "basic_auth_user": "--user",
+    "tenant_id": "--tenant",
+    "timeout_seconds": "--timeout",
+    "tags": "--tag",
+}
 
 _OLDEST_SECONDS = 3600 - 60
 """validation.reject-older-than is 1 h; a minute for the way and for clocks."""
@@ -85,7 +95,10 @@ def command(
         "tags": _pairs(tags) or None,
     }
     given = {name: value for name, value in options.items() if value is not None}
-    config = resolve(environ(), **given)  # type: ignore[arg-type] # resolve checks each
+    try:
+        config = resolve(environ(), **given)  # type: ignore[arg-type] # resolve checks each
+    except ConfigError as error:
+        raise click.UsageError(_as_typed(str(error))) from error
     for warning in config.warnings:
         if warning.startswith("PYROSCOPE_"):
             warn(warning)
@@ -93,6 +106,13 @@ def command(
         raise click.UsageError("Missing option '--url' (or PYROSCOPE_SERVER_ADDRESS)")
     parcels = _parcels(source, device, config)
     _send(source, parcels, config)
+
+
+def _as_typed(message: str) -> str:
+    """The option of this command instead of the keyword that it stands for."""
+    for keyword, option in _OPTIONS.items():
+        message = message.replace(f"option {keyword!r}", option)
+    return message
 
 
 def _pairs(tags: tuple[str, ...]) -> dict[str, str]:

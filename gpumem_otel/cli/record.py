@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 import signal
 import subprocess
 from contextlib import contextmanager
@@ -26,9 +26,10 @@ Examples:
   gpumem-otel record run.gpumem --interval 0.5 -- python train.py && gpumem-otel top run.gpumem
 
 The "--" is needed where COMMAND has options of its own. The exit code is the job's.
- Several ranks, and several processes of a rank, each write a file of their own beside OUT
- (OUT-rank3, OUT-rank3-pid1234); all are listed at the end. Recordings that an earlier run left
- under these names are removed first; files of another kind are never touched.
+
+Several ranks, and several processes of a rank, each write a file of their own beside OUT
+(OUT-rank3, OUT-rank3-pid1234); all are listed at the end. Recordings that an earlier run left
+under these names are replaced, once there are new ones; other files are never touched.
 """
 
 _STALL_RATIO = 0.02
@@ -53,8 +54,9 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 @click.argument("job", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(out: str, job: tuple[str, ...], **options: object) -> int:
     """Run COMMAND and record the GPU memory of its Python process to OUT."""
+    _check_out(out, job)
     target = Path.cwd() / out  # the job may change its folder
-    _check_target(out, target)
+    record_files.check_target(out, target)
     base = environ()
     options["record"] = str(target)
     if not base.get("GPUMEM_OTEL_MAX_STALL_RATIO"):
@@ -62,20 +64,29 @@ def command(out: str, job: tuple[str, ...], **options: object) -> int:
     ours = launch.child_environ(base, options)
     launch.check_settings(base, ours)
     program = launch.find_command(job, ours)
-    record_files.remove_older(target, base)
-    before = record_files.stamps(target)
-    code = _run(program, job, ours)
-    after = record_files.stamps(target)
-    written = [path for path, stamp in after.items() if before.get(path) != stamp]
+    moved = record_files.set_aside(target, base)
+    readings, lines = 0, list[str]()
     try:
-        return _tell(out, written, code)
+        before = record_files.stamps(target)
+        code = _run(program, job, ours)
+        after = record_files.stamps(target)
+        written = [path for path, stamp in after.items() if before.get(path) != stamp]
+        for path in written:
+            count, said = record_files.report(path)
+            readings += count
+            lines += said
+    finally:
+        settled = record_files.settle(moved, base, replaced=readings > 0)
+    try:
+        return _tell(out, settled + lines if readings else lines + settled, readings, code)
     except BrokenPipeError:  # nobody listens: the exit code is still the job's
         return code
 
 
-def _tell(out: str, written: Sequence[Path], code: int) -> int:
+def _tell(out: str, lines: Sequence[str], readings: int, code: int) -> int:
     """Say what was recorded; the exit code, the job's unless it went well and left nothing."""
-    readings = sum(map(record_files.report, written))
+    for line in lines:
+        click.echo(line, err=True)
     if not readings and code == 0:
         raise CommandFailed(
             f"{out}: nothing was recorded: no process of the command used a GPU through torch "
@@ -86,17 +97,13 @@ def _tell(out: str, written: Sequence[Path], code: int) -> int:
     return code
 
 
-def _check_target(out: str, target: Path) -> None:
-    """Better now than after hours of training."""
-    if target.is_dir():
-        raise CommandFailed(f"{out}: is a directory")
-    if not target.parent.is_dir():
-        raise CommandFailed(f"{target.parent}: no such directory")
-    needed = [target] if target.exists() else []
-    if target.is_file() or not needed:
-        needed.append(target.parent)  # a file is made anew
-    if not all(os.access(path, os.W_OK) for path in needed):
-        raise CommandFailed(f"{out}: can not be written")
+def _check_out(out: str, job: Sequence[str]) -> None:
+    """Who forgets OUT has the interpreter's name taken for it."""
+    name = Path(out).name
+    if re.fullmatch(r"python[\d.]*|torchrun|accelerate|deepspeed", name) and job[0].endswith(".py"):
+        raise click.UsageError(
+            f"OUT is missing: gpumem-otel record run.gpumem -- {out} {' '.join(job)}"
+        )
 
 
 def _run(program: str, job: tuple[str, ...], ours: dict[str, str]) -> int:

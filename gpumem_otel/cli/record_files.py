@@ -1,4 +1,4 @@
-"""The files of `gpumem-otel record`: older ones removed before the job, new ones told after it."""
+"""The files of `gpumem-otel record`: older ones set aside before the job, new ones told after."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 import zlib
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from gpumem_otel.core.model import Identity
 
-__all__ = ["Stamps", "remove_older", "report", "stamps"]
+__all__ = ["Aside", "Stamps", "check_target", "report", "set_aside", "settle", "stamps"]
 
 Stamps = dict[Path, tuple[int, int, int]]
 """Files with what tells a new version of each."""
@@ -39,18 +39,52 @@ def stamps(target: Path) -> Stamps:
     return found
 
 
-def remove_older(target: Path, environ: Mapping[str, str]) -> None:
-    """Remove what an earlier run left under OUT's names, so that this one gets them.
+class Aside(NamedTuple):
+    """An older recording that made room.
 
-    Only finished recordings (or those of a process of this machine that is gone) and empty files
-    are removed. Where this is one rank of a job that starts the command line once per rank, or a
-    restart of it, the files of other ranks and of earlier starts are this very job's and stay.
+    Attributes:
+        place: where it was, links followed.
+        kept: where it is now, a hidden file of the same folder.
+    """
+
+    place: Path
+    kept: Path
+
+
+def check_target(out: str, target: Path) -> None:
+    """Refuse a file that can not be written, better now than after hours of training.
+
+    Raises:
+        CommandFailed: it can not be written.
+        click.UsageError: something else than a recording is there.
+    """
+    from gpumem_otel.cli.common import CommandFailed
+
+    if target.is_dir():
+        raise CommandFailed(f"{out}: is a directory")
+    if not target.parent.is_dir():
+        raise CommandFailed(f"{target.parent}: no such directory")
+    needed = [target] if target.exists() else []
+    if target.is_file() or not needed:
+        needed.append(target.parent)  # a file is made anew
+    if not all(os.access(path, os.W_OK) for path in needed):
+        raise CommandFailed(f"{out}: can not be written")
+    if target.is_file() and os.access(target, os.R_OK) and _writer(target) is None:
+        raise click.UsageError(f"{out} exists and is no recording; choose another name")
+
+
+def set_aside(target: Path, environ: Mapping[str, str]) -> list[Aside]:
+    """Rename what an earlier run left under OUT's names, so that this one gets them.
+
+    Only finished recordings (or those of a process of this machine that is gone) make room. Where
+    this is one rank of a job that starts the command line once per rank, or a restart of it, the
+    files of other ranks and of earlier starts are this very job's and stay.
     """
     from gpumem_otel.export.recordfile import files_of
     from gpumem_otel.ranks import identify
 
     ours = identify(environ)
-    removed = []
+    moved = []
     with suppress(OSError):
         for file in files_of(str(target)):
             others = ours.world_size > 1 and file.rank != ours.rank
@@ -59,15 +93,45 @@ def remove_older(target: Path, environ: Mapping[str, str]) -> None:
             with suppress(OSError):
                 real = Path(os.path.realpath(file.path))  # a link stays a link
                 if real.is_file() and os.access(real, os.W_OK) and _is_done(real, ours):
-                    real.unlink()
-                    removed.append(file.path.name)
-    if removed:
-        click.echo(f"gpumem-otel: removed older recordings: {', '.join(removed)}", err=True)
+                    kept = real.with_name(f".{real.name}.{os.getpid()}.old")
+                    real.rename(kept)
+                    moved.append(Aside(real, kept))
+    return moved
 
 
-def report(path: Path) -> int:
-    """Say what is in a recording; number of its readings, 0 where it can not be read."""
-    from gpumem_otel.cli.common import warn
+def settle(moved: Sequence[Aside], environ: Mapping[str, str], *, replaced: bool) -> list[str]:
+    """Remove what was set aside where new recordings replace it, else put it back.
+
+    Returns:
+        lines to say about it.
+    """
+    from gpumem_otel.ranks import identify
+
+    ours = identify(environ)
+    told: list[str] = []
+    lines = []
+    for place, kept in moved:
+        try:
+            if replaced:
+                kept.unlink()
+                told.append(place.name)
+            elif not place.exists() or not place.stat().st_size or _is_done(place, ours):
+                kept.replace(place)  # over a recording without a reading
+                told.append(place.name)
+            else:
+                beside = place.with_name(f"{place.name}.old")
+                kept.replace(beside)
+                told.append(beside.name)
+        except OSError as error:  # noqa: PERF203 - a few files
+            lines.append(f"gpumem-otel: {kept}: {error.strerror}")
+    if told:
+        what = "removed" if replaced else "kept"
+        lines.append(f"gpumem-otel: {what} older recordings: {', '.join(told)}")
+    return lines
+
+
+def report(path: Path) -> tuple[int, list[str]]:
+    """Number of readings of a recording, 0 where it can not be read; lines to say about it."""
     from gpumem_otel.core.recording import load_recording
     from gpumem_otel.core.text import human_bytes
     from gpumem_otel.errors import SnapshotError
@@ -77,35 +141,41 @@ def report(path: Path) -> int:
             size = human_bytes(os.fstat(file.fileno()).st_size)
             recording = load_recording(file, name=str(path))
     except SnapshotError as error:
-        click.echo(f"gpumem-otel: {error}", err=True)
-        return 0
+        return 0, [f"gpumem-otel: {error}"]
     except OSError as error:
-        click.echo(f"gpumem-otel: {path}: {error.strerror}", err=True)
-        return 0
+        return 0, [f"gpumem-otel: {path}: {error.strerror}"]
     count = len(recording.readings)
-    if count:
-        click.echo(f"gpumem-otel: {path}: {count} readings, {size}", err=True)
-    for warning in recording.warnings:
-        warn(f"{path}: {warning}")
-    return count
+    lines = [f"gpumem-otel: {path}: {count} readings, {size}"] if count else []
+    lines += [f"gpumem-otel: warning: {path}: {warning}" for warning in recording.warnings]
+    return count, lines
 
 
-def _is_done(path: Path, ours: Identity) -> bool:
-    """Whether the file is empty, or a recording that nobody writes any more."""
+def _writer(path: Path) -> Identity | None:
+    """Whose recording a file is, None where it is none.
+
+    Raises:
+        OSError: it can not be read.
+    """
     from gpumem_otel.core.recording import load_recording
     from gpumem_otel.errors import SnapshotError
 
     with path.open("rb") as file:
         head = file.read(_HEADER_BYTES)
-        if not head:
-            return True
-        file.seek(max(file.seek(0, os.SEEK_END) - len(_CLOSED) - 8, 0))
-        closed = file.read(len(_CLOSED)) == _CLOSED
     try:
         text = zlib.decompressobj(wbits=31).decompress(head, _HEADER_BYTES)
-        writer = load_recording(text.split(b"\n", 1)[0] + b"\n", name=str(path)).identity
+        return load_recording(text.split(b"\n", 1)[0] + b"\n", name=str(path)).identity
     except (zlib.error, SnapshotError):
+        return None
+
+
+def _is_done(path: Path, ours: Identity) -> bool:
+    """Whether the file is a recording that nobody writes any more."""
+    writer = _writer(path)
+    if writer is None:
         return False
+    with path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - len(_CLOSED) - 8, 0))
+        closed = file.read(len(_CLOSED)) == _CLOSED
     return closed or (writer.node == ours.node and not _lives(writer.pid))
 
 

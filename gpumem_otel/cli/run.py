@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli import launch
+from gpumem_otel.cli import launch, record_files
 from gpumem_otel.cli.common import environ, warn
 
 if TYPE_CHECKING:
@@ -46,14 +46,16 @@ def command(job: tuple[str, ...], record: str | None, **options: object) -> None
     """Run COMMAND with GPU memory export in every Python process of it, no code change."""
     base = environ()
     if record is not None:
-        options["record"] = str(Path.cwd() / record)  # the job may change its folder
+        target = Path.cwd() / record  # the job may change its folder
+        record_files.check_target(record, target)
+        options["record"] = str(target)
     if options.get("serve") is None and (options.get("port") or options.get("host")):
         options["serve"] = True
     ours = launch.child_environ(base, options)
     config = launch.check_settings(base, ours)
+    program = launch.find_command(job, ours)
     if config.enabled and not _goes_somewhere(config):
         warn("nothing is exported: give --serve, --pyroscope or --record, or set OTEL_* variables")
-    program = launch.find_command(job, ours)
     sys.stdout.flush()
     sys.stderr.flush()
     try:

@@ -21,6 +21,7 @@ Examples:
   gpumem-otel sd
   gpumem-otel sd -o /etc/prometheus/targets/gpumem.json --watch 15
 
+\b
 In prometheus.yml:
   scrape_configs:
     - job_name: gpumem
@@ -42,6 +43,8 @@ registers: $XDG_RUNTIME_DIR/gpumem-otel in a login session, /tmp/gpumem-otel-UID
 )
 def command(run_dir: str | None, output: str, watch: float | None) -> None:
     """Print the jobs that serve metrics on this machine as Prometheus file_sd JSON."""
+    if not output:
+        raise click.BadParameter("the name of the file is empty", param_hint="'-o'")
     if watch is not None and output == "-":
         raise click.UsageError("--watch writes a file: give -o FILE")
     folders = _folders(run_dir, environ())

@@ -9,7 +9,7 @@ import click
 from gpumem_otel.cli.common import load, pick_devices, print_json, profiles_of, progress, warn
 
 if TYPE_CHECKING:
-    from gpumem_otel.core.model import HeapProfile
+    from gpumem_otel.core.model import Frame, HeapProfile, Stack
     from gpumem_otel.core.text import TopRow
 
 __all__ = ["command"]
@@ -20,6 +20,10 @@ Examples:
   gpumem-otel top -n 5 --by function snapshot.pickle
   gpumem-otel top --by file --json run.gpumem
 """
+
+
+_ENDS = 2
+"""With so few frames shown, only the ends are."""
 
 
 @click.command("top", epilog=_EPILOG, short_help="Print what holds the memory.")
@@ -39,7 +43,7 @@ Examples:
     type=click.IntRange(1),
     default=8,
     show_default=True,
-    help="Frames shown of a stack, from the innermost.",
+    help="Frames shown of a stack; what is between the ends is cut.",
 )
 @click.option("--device", type=int, metavar="N", help="Only this device.")
 @click.option("--json", "as_json", is_flag=True, help="Bytes and whole stacks as JSON.")
@@ -117,14 +121,47 @@ def _print_stacks(profile: HeapProfile, rows: list[TopRow], number: int, frames:
     for row in rows[:number]:
         numbers = f"{human_bytes(row.self_bytes):>10} {percent(row.self_bytes, total):>6}"
         lead = f"{numbers} {row.objects:>7,}x  "
-        for line in stack_lines(row.stack[:frames]):
-            click.echo(f"{lead}{line}")
+        following = 0
+        for index in _shown(row.stack, frames):
+            if index > following:
+                click.echo(f"{lead}{_more(index - following, 'frame')}")
+                lead = " " * len(lead)
+            click.echo(f"{lead}{stack_lines(row.stack[index : index + 1])[0]}")
             lead = " " * len(lead)
-        if len(row.stack) > frames:
-            click.echo(f"{lead}... {len(row.stack) - frames} more frames")
+            following = index + 1
+        if len(row.stack) > following:
+            click.echo(f"{lead}{_more(len(row.stack) - following, 'frame')}")
     rest = rows[number:]
     if rest:
         size = sum(row.self_bytes for row in rest)
         click.echo(
-            f"{human_bytes(size):>10} {percent(size, total):>6} in {len(rest):,} more stacks"
+            f"{human_bytes(size):>10} {percent(size, total):>6} in {len(rest):,} more "
+            f"{'stack' if len(rest) == 1 else 'stacks'}"
         )
+
+
+def _more(count: int, what: str) -> str:
+    return f"... {count:,} more {what}{'' if count == 1 else 's'}"
+
+
+def _shown(stack: Stack, number: int) -> list[int]:
+    """Which frames of a stack tell most: the ends, and the first that is not torch's own."""
+    if len(stack) <= number:
+        return list(range(len(stack)))
+    outer = min(2, number // 2)
+    shown = set(range(len(stack) - outer, len(stack)))
+    own = next((i for i, frame in enumerate(stack) if not _is_torch(frame)), None)
+    if own is not None and number > _ENDS:
+        shown.add(own)
+    for index in range(len(stack)):
+        if len(shown) == number:
+            break
+        shown.add(index)
+    return sorted(shown)
+
+
+def _is_torch(frame: Frame) -> bool:
+    """Whether a frame is of torch, or of no Python file."""
+    parts = frame.filename.replace("\\", "/").split("/")
+    inside = "torch" in parts[:-1] or frame.name.startswith("torch.")
+    return inside or not frame.filename.endswith(".py")

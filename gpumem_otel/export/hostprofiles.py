@@ -6,12 +6,12 @@ settings it can not follow is logged.
 
 from __future__ import annotations
 
-import logging
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 from gpumem_otel.errors import PushError
 from gpumem_otel.export.pyroscope import bearer_token
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from gpumem_otel.config import PyroscopeConfig
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["start_host_profiles", "stop_host_profiles"]
 
 _NOT_FOLLOWED = ("ca_file", "client_cert_file", "proxy")
-_log = logging.getLogger("gpumem_otel.export.hostprofiles")
+_log = named_logger("gpumem_otel.export.hostprofiles")
 
 
 def start_host_profiles(config: PyroscopeConfig, identity: Identity) -> bool:

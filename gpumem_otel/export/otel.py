@@ -13,7 +13,6 @@ forked child, where OpenTelemetry's periodic reader starts again by itself.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import threading
 import time
@@ -23,6 +22,7 @@ from opentelemetry import metrics as api
 
 from gpumem_otel._version import __version__
 from gpumem_otel.export.table import METRICS, Kind, Level, values_of
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -39,7 +39,7 @@ MAX_AGE_SECONDS = 1.0
 STOP_SECONDS = 2.0
 """What the last export may take at the end; a server that hangs is left alone after that."""
 
-_log = logging.getLogger("gpumem_otel.otel")
+_log = named_logger("gpumem_otel.otel")
 
 
 class Feed:

@@ -8,7 +8,6 @@ thread of export/otel.py calls `export()`.
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 import platform
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from opentelemetry.sdk.version import __version__ as sdk_version
 
 from gpumem_otel._version import __version__
 from gpumem_otel.core.pairs import parse_pairs
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,7 +39,7 @@ EXPORT_SECONDS = 30.0
 
 _DEFAULT_ENDPOINT = "http://localhost:4318"
 _PACKAGE = "opentelemetry-exporter-otlp-proto-"
-_log = logging.getLogger("gpumem_otel.otel")
+_log = named_logger("gpumem_otel.otel")
 
 
 def _setting(environ: Mapping[str, str], name: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from typing import TYPE_CHECKING
 
 from gpumem_otel.export.clock import SystemClock
 from gpumem_otel.export.rounds import Parts, Rounds
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ THREAD_NAME = "gpumem-otel-pusher"
 MAX_WAIT_SECONDS = 60.0
 """The wall clock may be set while we wait; look again after this."""
 
-_log = logging.getLogger("gpumem_otel.push")
+_log = named_logger("gpumem_otel.push")
 
 
 class Pusher:

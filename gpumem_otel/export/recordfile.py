@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import itertools
-import logging
 import os
 import re
 import threading
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from gpumem_otel.core.recording import RecordingWriter
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CLOSE_SECONDS", "FileOfRank", "RecordingFile", "files_of", "rank_path"]
 
-_log = logging.getLogger("gpumem_otel.export")
+_log = named_logger("gpumem_otel.export")
 
 CLOSE_SECONDS: Final = 1.0
 """How long a close waits for a reading that is being written."""

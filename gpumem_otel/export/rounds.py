@@ -13,7 +13,6 @@ Nothing is raised: every failure is counted, and logged once per kind until it i
 
 from __future__ import annotations
 
-import logging
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING
 from gpumem_otel.core.model import ProfileKind
 from gpumem_otel.errors import GpumemError, PushError
 from gpumem_otel.export.schedule import Backoff, next_multiple_ns, phase, stretch
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ READ_MARGIN_SECONDS = 0.25
 MIN_PUSH_SECONDS = 0.05
 
 _NS = 1_000_000_000
-_log = logging.getLogger("gpumem_otel.push")
+_log = named_logger("gpumem_otel.push")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

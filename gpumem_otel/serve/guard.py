@@ -6,10 +6,10 @@ Pure ASGI, so that it also holds for paths that no route has.
 from __future__ import annotations
 
 import asyncio
-import logging
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
+from gpumem_otel.logs import named_logger
 from gpumem_otel.serve.hosts import host_name, machine_names
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_BODY_BYTES", "MAX_REQUESTS", "Guard"]
 
-_log = logging.getLogger("gpumem_otel.serve")
+_log = named_logger("gpumem_otel.serve")
 
 MAX_REQUESTS: Final = 16
 """Requests at work at once; the next is answered 503."""

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import errno
 import ipaddress
-import logging
 import selectors
 import socket
 import sys
@@ -14,6 +13,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
+from gpumem_otel.logs import named_logger
 from gpumem_otel.serve.protocol import protocol_factory
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = ["HANDSHAKE_SECONDS", "MAX_CONNECTIONS", "ListenerLoop"]
 
-_log = logging.getLogger("gpumem_otel.serve")
+_log = named_logger("gpumem_otel.serve")
 
 MAX_CONNECTIONS: Final = 64
 """Open at once, handshakes included; the next is closed at once."""

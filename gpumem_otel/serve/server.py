@@ -10,13 +10,13 @@ names are resolved by hand, since `create_server` would use it).
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.core.counters import Counters
 from gpumem_otel.errors import ServeError
+from gpumem_otel.logs import named_logger
 from gpumem_otel.serve import rundir
 from gpumem_otel.serve.hosts import HostNames
 from gpumem_otel.serve.tls import server_context
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Listener"]
 
-_log = logging.getLogger("gpumem_otel.serve")
+_log = named_logger("gpumem_otel.serve")
 
 _MAX_PORT: Final = 65535
 
@@ -45,6 +45,7 @@ class Listener:
 
     Attributes:
         bound: set while the port is held.
+        last_error: why the port could not be bound at the last attempt, None once it is.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Listener:
         self._run_file: rundir.RunFile | None = None
         self._left_to_parent: ListenerLoop | None = None
         self.bound = threading.Event()
+        self.last_error: OSError | None = None
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -185,6 +187,7 @@ class Listener:
         if self._loop is not loop:
             return  # stopped meanwhile
         self._write_run_file(loop.address)
+        self.last_error = None
         self.bound.set()
 
     def _write_run_file(self, address: tuple[str, int]) -> None:
@@ -199,6 +202,7 @@ class Listener:
 
     def _on_taken(self, exc: OSError) -> None:
         """From the thread of the loop, at each attempt that failed."""
+        self.last_error = exc.with_traceback(None)
         where = f"{self._config.host}:{self._port}"
         self._failed("listen", f"can not listen on {where} ({exc}): trying again until it is free")
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hmac
-import logging
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpumem_otel.errors import ServeError
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from gpumem_otel.config import Secret
 
 __all__ = ["Tokens"]
 
-_log = logging.getLogger("gpumem_otel.serve")
+_log = named_logger("gpumem_otel.serve")
 
 _MAX_TOKEN_BYTES = 16 * 1024
 

@@ -186,11 +186,49 @@ def test_record_reports_and_returns_the_exit_code(tmp_path, recorded, code):
 
 
 def test_record_without_a_gpu_says_that_nothing_was_recorded(tmp_path):
-    (tmp_path / "out.gpumem").write_bytes(b"older")
     done = cli("record", "out.gpumem", "--", sys.executable, "-c", "print('ran')", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "ran\n")
     assert "nothing was recorded" in only_line(done.stderr)
-    assert (tmp_path / "out.gpumem").read_bytes() == b"older"
+
+
+@pytest.mark.parametrize("end", ["pass", "raise SystemExit(9)", "open('o.gpumem', 'w').close()"])
+def test_record_of_nothing_keeps_the_older_recording(tmp_path, recorded, end):
+    shutil.copy(recorded, tmp_path / "o.gpumem")
+    code = f"import os; assert not os.path.exists('o.gpumem'); {end}"
+    done = cli("record", "o.gpumem", "--", sys.executable, "-c", code, cwd=tmp_path)
+    assert done.returncode == (9 if "9" in end else 1)
+    *damaged, kept, last = done.stderr.splitlines()
+    assert kept == "gpumem-otel: kept older recordings: o.gpumem"
+    assert "nothing was recorded" in last
+    assert len(damaged) == ("open" in end)
+    assert (tmp_path / "o.gpumem").read_bytes() == Path(recorded).read_bytes()
+    assert {path.name for path in tmp_path.iterdir()} == {"made", "o.gpumem"}
+
+
+@pytest.mark.parametrize("verb", [["record", "o"], ["run", "--record", "o"]])
+def test_a_file_that_is_no_recording_is_never_recorded_to(tmp_path, verb):
+    (tmp_path / "o").write_bytes(b"older")
+    done = cli(*verb, "--", sys.executable, "-c", "print('ran')", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "o exists and is no recording; choose another name" in only_line(done.stderr)
+    assert (tmp_path / "o").read_bytes() == b"older"
+
+
+def test_a_line_in_a_log_says_who_speaks(tmp_path):
+    """GIVEN a job without logging of its own THEN our warning names us, else its logger does."""
+    code = "{}import gpumem_otel; gpumem_otel.watch(3); gpumem_otel.watch(4)"
+    for setup, line in (
+        ("", "gpumem_otel: watch: no weak reference to int objects\n"),
+        (
+            "import logging; logging.basicConfig(); ",
+            "WARNING:gpumem_otel:watch: no weak reference to int objects\n",
+        ),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(setup)], env=clean_environ(), cwd=tmp_path,
+            capture_output=True, text=True, timeout=WAIT, check=True,
+        )  # fmt: skip
+        assert done.stderr == line
 
 
 def test_record_of_a_failed_job_keeps_its_exit_code(tmp_path):

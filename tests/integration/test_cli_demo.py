@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from support import pyroscope_query
@@ -14,6 +18,10 @@ from support.cli_process import WAIT, clean_environ, cli, only_line
 from support.fake_pyroscope import FakePyroscope
 
 from gpumem_otel.core import pprof
+from gpumem_otel.core.text import human_bytes
+
+TOTALS = re.compile(r"device 0: allocated ([\d.]+ \w+), reserved [\d.]+ \w+(, step \d+)?")
+ROW = re.compile(r" +([\d.]+ \w+) +([\d.]+%|-)  \S.*")
 
 
 @pytest.fixture
@@ -22,10 +30,10 @@ def server():
         yield fake
 
 
-def start_demo(tmp_path, *arguments: str) -> subprocess.Popen[str]:
+def start_demo(tmp_path, *arguments: str, **environ: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-u", "-m", "gpumem_otel.cli.main", "demo", "--replay", *arguments],
-        env=clean_environ(GPUMEM_OTEL_RUN_DIR=str(tmp_path / "run")),
+        env=clean_environ(GPUMEM_OTEL_RUN_DIR=str(tmp_path / "run"), **environ),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -38,6 +46,11 @@ def until(process: subprocess.Popen[str], words: str) -> str:
         if words in line:
             return line
     raise AssertionError(f"no line with {words!r}; {process.stderr.read()}")
+
+
+def held(folder: Path, name: str) -> int:
+    data = (folder / "gpumem-demo" / f"{name}.pb.gz").read_bytes()
+    return pprof.decode(data).total("inuse_space")
 
 
 def test_demo_serves_writes_and_ends(tmp_path, server):
@@ -56,9 +69,13 @@ def test_demo_serves_writes_and_ends(tmp_path, server):
         assert pulled.total("inuse_space") > 0
         out, err = process.communicate(timeout=WAIT)
     assert (process.returncode, err) == (0, "")
-    assert "go tool pprof -http=: gpumem-demo/live.pb.gz" in out
-    written = pprof.decode((tmp_path / "gpumem-demo" / "live.pb.gz").read_bytes())
-    assert written.total("inuse_space") > 0
+    assert "go tool pprof -http=: gpumem-demo/fullest.pb.gz" in out
+    live, fullest = (held(tmp_path, name) for name in ("live", "fullest"))
+    assert 0 < live <= fullest
+    wrote = [line for line in out.splitlines() if line.startswith("wrote ")]
+    most = f"(the moment at which most was held: {human_bytes(fullest)})"
+    assert wrote[0] == f"wrote gpumem-demo/fullest.pb.gz {most}"
+    assert wrote[1] == "wrote gpumem-demo/live.pb.gz (the last moment)"
     assert pyroscope_query.total(server.url, "gpumem-demo") > 0
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -70,6 +87,108 @@ def test_demo_interrupted_ends_cleanly(tmp_path):
         out, err = process.communicate(timeout=WAIT)
     assert (process.returncode, err.strip()) == (0, "")
     assert "wrote gpumem-demo/live.pb.gz" in out
+    assert TOTALS.search(out)[1] == human_bytes(held(tmp_path, "live"))
+
+
+def test_a_short_demo_shows_a_table_that_is_its_file(tmp_path):
+    """GIVEN 2 s WHEN it ends THEN the last table is of what live.pb.gz holds, under its header."""
+    with start_demo(tmp_path, "--duration", "2", "--port", "0") as process:
+        out, err = process.communicate(timeout=WAIT)
+    assert (process.returncode, err) == (0, "")
+    shown = [line for line in out.splitlines() if TOTALS.fullmatch(line) or ROW.fullmatch(line)]
+    assert TOTALS.fullmatch(shown[0])
+    last = max(at for at, line in enumerate(shown) if TOTALS.fullmatch(line))
+    assert TOTALS.fullmatch(shown[last])[1] == human_bytes(held(tmp_path, "live"))
+    shares = [float(ROW.fullmatch(line)[2].rstrip("%")) for line in shown[last + 1 :]]
+    assert shares
+    assert sum(shares) <= 100.1
+
+
+def test_demo_whose_reader_has_enough_ends_well(tmp_path):
+    with start_demo(tmp_path, "--duration", "300", "--port", "0") as process:
+        assert process.stdout.readline().startswith("gpumem-otel demo: ")
+        process.stdout.close()
+        assert process.wait(WAIT) == 0
+        assert process.stderr.read() == ""
+
+
+def test_the_line_for_prometheus_is_its_config(tmp_path):
+    with start_demo(tmp_path, "--port", "0") as process:
+        url = until(process, "curl http").split()[-1].removesuffix("/metrics")
+        line = until(process, "scrape_configs:")
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=WAIT)
+    target = url.removeprefix("http://")
+    job = f"{{job_name: gpumem, static_configs: [{{targets: ['{target}']}}]}}"
+    assert line.strip() == f"scrape_configs: [{job}]  # in prometheus.yml"
+    promtool = Path(os.environ.get("GPUMEM_SERVERS_BIN", "")) / "promtool"
+    if promtool.is_file():
+        (tmp_path / "prometheus.yml").write_text(line)
+        command = [promtool, "check", "config", "prometheus.yml"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=WAIT)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_somebody_elses_window_is_no_warning(tmp_path):
+    """GIVEN a window of a user's own WHEN the demo's falls into it THEN it is counted, not said."""
+    level = {"GPUMEM_OTEL_METRICS_LEVEL": "full"}
+    with start_demo(tmp_path, "--duration", "300", "--port", "0", **level) as process:
+        url = until(process, "curl http").split()[-1].removesuffix("/metrics")
+        window = f"{url}/debug/pprof/gpumem?seconds=5"
+        assert get(window) or get(window)  # the demo's own may be open the first time
+        metrics = get(f"{url}/metrics").decode()
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=WAIT)
+    left_out = re.search(r'gpumem_exporter_errors_total{.*stage="other".*} (.*)', metrics)
+    assert float(left_out[1]) > 0
+    assert (process.returncode, err.strip()) == (0, "")
+
+
+def get(url: str) -> bytes:
+    """The answer, empty where it is an error."""
+    try:
+        with urllib.request.urlopen(url, timeout=WAIT) as answer:
+            body: bytes = answer.read()
+            return body
+    except urllib.error.HTTPError as error:
+        error.close()
+        return b""
+
+
+def test_demo_on_the_host_of_the_environment_and_of_the_option(tmp_path):
+    for arguments in ([], ["--host", "127.0.0.3"]):
+        with start_demo(
+            tmp_path, "--port", "0", *arguments, GPUMEM_OTEL_HOST="127.0.0.2"
+        ) as process:
+            line = until(process, "curl http")
+            process.send_signal(signal.SIGINT)
+            process.communicate(timeout=WAIT)
+        host = arguments[-1] if arguments else "127.0.0.2"
+        assert f"curl http://{host}:" in line
+
+
+def test_demo_that_is_switched_off_says_so(tmp_path):
+    env = clean_environ(GPUMEM_OTEL_DISABLED="1")
+    done = cli("demo", "--replay", cwd=tmp_path, env=env)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "GPUMEM_OTEL_DISABLED is set" in only_line(done.stderr)
+
+
+def test_demo_says_why_it_can_not_listen(tmp_path):
+    """GIVEN TLS files that are not there, or a foreign address THEN each has its own reason."""
+    files = {
+        "GPUMEM_OTEL_TLS_CERT_FILE": str(tmp_path / "none.pem"),
+        "GPUMEM_OTEL_TLS_KEY_FILE": str(tmp_path / "none.key"),
+    }
+    with start_demo(tmp_path, "--port", "0", **files) as process:
+        _, err = process.communicate(timeout=WAIT)
+    assert process.returncode == 1
+    assert "none.pem" in only_line(err)
+    assert "taken" not in err
+    with start_demo(tmp_path, "--port", "0", "--host", "192.0.2.1") as process:
+        _, err = process.communicate(timeout=WAIT)
+    assert process.returncode == 1
+    assert "can not listen on 192.0.2.1:0: " in only_line(err)
 
 
 def test_demo_with_a_taken_port_says_so(tmp_path):

@@ -140,3 +140,15 @@ def test_push_that_fails_is_one_line_and_1(capsys, server, fault):
 def test_push_bad_usage(capsys, arguments, words):
     assert main(["push", str(PYTHON), *arguments]) == 2
     assert words in only_line(capsys.readouterr().err)
+
+
+@pytest.mark.usefixtures("no_settings")
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--url", "localhost:4040"), ("--url", "http://a:b@c"), ("--timeout", "0")],
+)
+def test_errors_name_the_option_that_was_typed(capsys, option, value):
+    arguments = ["push", str(PYTHON), option, value]
+    assert main(arguments) == 2
+    line = only_line(capsys.readouterr().err)
+    assert line.startswith(f"gpumem-otel: error: {option} must ")

@@ -63,7 +63,7 @@ def test_processes_of_one_rank_each_have_a_file(tmp_path):
     assert paths[other] == str(tmp_path / f"run-pid{other.pid}.gpumem")
     assert errors[one] == ""
     assert errors[other] == (
-        f"{paths[one]} is there already: this process records to {paths[other]}\n"
+        f"gpumem_otel: {paths[one]} is there already: this process records to {paths[other]}\n"
     )
     for path in paths.values():
         recording = load_recording(path)

@@ -35,8 +35,11 @@ def stats_of(snapshot: Snapshot, device: int, turn: int) -> DeviceStats:
     )
 
 
-def make_recording(*names: str, data: Path = DATA) -> bytes:
-    """A recording with one reading a second, one per snapshot file."""
+def make_recording(*names: str, data: Path = DATA, windows: int = 0) -> bytes:
+    """A recording with one reading a second, one per snapshot file, and windows of half a second.
+
+    Window n holds the events of the last file, and its counters grow by n + 1 times theirs.
+    """
     file = io.BytesIO()
     writer = RecordingWriter(
         file,
@@ -53,5 +56,13 @@ def make_recording(*names: str, data: Path = DATA) -> bytes:
             snapshot=snapshot, time_ns=START_NS + turn * SECOND_NS, before=stats, after=stats
         )
         writer.add(reading, StepStats(steps=10 * (turn + 1), last_step_time_ns=reading.time_ns))
+    for turn in range(windows):
+        window = Reading(
+            snapshot=snapshot,
+            time_ns=START_NS + turn * SECOND_NS + SECOND_NS // 2,
+            before=tuple(stats_of(snapshot, device, 0) for device in devices),
+            after=tuple(stats_of(snapshot, device, turn + 1) for device in devices),
+        )
+        writer.add_window(window, 0.5)
     writer.close()
     return file.getvalue()

@@ -60,7 +60,12 @@ def test_an_unusable_variable_is_a_warning_and_the_default():
         ({"pyroscope_url": "localhost:4040"}, "option 'pyroscope_url' must be an http:// or"),
         ({"pyroscope_url": "http://me:pw@host"}, "option 'pyroscope_url' must not hold a user"),
         ({"enabled": "yes"}, "option 'enabled' must be true or false"),
-        ({"intervall": 3}, "unknown option 'intervall'; known are "),
+        ({"intervall": 3}, "unknown option 'intervall': did you mean 'interval_seconds'? "),
+        (
+            {"pyroscope": "x"},
+            "unknown option 'pyroscope': did you mean 'pyroscope_url'? known are ",
+        ),
+        ({"zzz": 3}, "unknown option 'zzz': known are allocated_window_seconds, "),
     ],
 )
 def test_an_unusable_keyword_is_one_clear_line(options, message):
@@ -68,6 +73,21 @@ def test_an_unusable_keyword_is_one_clear_line(options, message):
         resolve({}, **options)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_a_variable_that_is_no_setting_is_a_warning():
+    names = ("DISABLED", "SERV", "PYROSCOPE_URL_OF_MINE", "SERVE")
+    links = ("X_SERVICE_HOST", "X_SERVICE_PORT_HTTP", "X_PORT_9464_TCP_ADDR")
+    environ = {f"GPUMEM_OTEL_{name}": "" for name in (*names, *links)}
+    assert resolve({**environ, "MY_GPUMEM_OTEL_SERV": "1"}).warnings == (
+        "GPUMEM_OTEL_PYROSCOPE_URL_OF_MINE is no setting",
+        "GPUMEM_OTEL_SERV is no setting; did you mean GPUMEM_OTEL_SERVE?",
+    )
+
+
+def test_every_variable_with_our_prefix_is_known():
+    ours = {name: "" for option in OPTIONS for name in option.environ}
+    assert resolve(ours).warnings == ()
 
 
 def test_standard_variables_come_first():

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from gpumem_otel.cli.demo_view import stack_line
+from types import SimpleNamespace
+
+from gpumem_otel.cli.demo_parts import Moment
+from gpumem_otel.cli.demo_view import Row, device_line, shown_rows, stack_line
 from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sample
 from gpumem_otel.core.text import top_rows
 
@@ -26,3 +29,31 @@ def test_the_jobs_own_line_alone_and_named_roots():
     assert line(Frame("__main__.make.<locals>.run", "/job/t.py", 3)) == "make.run (t.py:3)"
     assert line(Frame("[backward]")) == "[backward]"
     assert line(Frame("torch.a.b", "/t.py", 1)) == "a.b (t.py:1)"
+
+
+def test_stacks_that_read_the_same_are_one_row():
+    """GIVEN stacks that differ in what is not shown THEN their bytes and objects are summed."""
+    leaf = Frame("__main__.f", "/job/t.py", 3)
+    profile = HeapProfile(
+        ProfileKind.LIVE,
+        0,
+        (
+            Sample((leaf, Frame("__main__.a", "/job/t.py", 7)), 1, 30),
+            Sample((Frame("__main__.g", "/job/t.py", 5),), 4, 40),
+            Sample((leaf, Frame("__main__.b", "/job/t.py", 8)), 2, 20),
+        ),
+    )
+    rows = [Row(50, 3, "__main__.f (t.py:3)"), Row(40, 4, "__main__.g (t.py:5)")]
+    assert shown_rows(profile, 5) == rows
+    assert shown_rows(profile, 1) == rows[:1]
+
+
+def test_the_header_is_the_whole_of_its_rows():
+    """Reserved is told from the books of the same reading, and left out where they are not."""
+    profile = HeapProfile(ProfileKind.LIVE, 0, (Sample((Frame("f"),), 1, 1024),))
+    same = SimpleNamespace(allocated_bytes=1024, reserved_bytes=4096)
+    other = SimpleNamespace(allocated_bytes=2048, reserved_bytes=4096)
+    line = device_line(Moment((profile,), {0: same}, 7), profile)
+    assert line == "device 0: allocated 1.0 KiB, reserved 4.0 KiB, step 7"
+    assert device_line(Moment((profile,), {0: other}, 0), profile) == "device 0: allocated 1.0 KiB"
+    assert device_line(Moment((profile,), {}, 0), profile) == "device 0: allocated 1.0 KiB"

@@ -122,7 +122,7 @@ def test_no_torch_is_fine_on_a_laptop(no_torch):
     (check,) = named(no_torch, "torch")
     assert (check.status, "fine on a laptop" in check.detail) == (checks.MISSING, True)
     (check,) = named(no_torch, "torch", require_gpu=True)
-    assert check.status == checks.PROBLEM
+    assert check == checks.Check("torch", checks.PROBLEM, "not installed", "pip install torch")
 
 
 def test_bad_variables_and_disabled(no_torch):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support import raw_snapshots as raw_form
 from support.recordings import DATA, make_recording
 
 from gpumem_otel.cli.main import main
@@ -209,6 +210,39 @@ def test_top_for_people(capsys):
     assert "function" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (1, ["a0", "... 7 more frames"]),
+        (2, ["a0", "... 6 more frames", "main"]),
+        (4, ["a0", "... 3 more frames", "own", "... 1 more frame", "run", "main"]),
+        (7, ["a0", "a1", "a2", "a3", "own", "... 1 more frame", "run", "main"]),
+        (8, ["a0", "a1", "a2", "a3", "own", "between", "run", "main"]),
+    ],
+)
+def test_top_shows_the_ends_and_the_first_frame_that_is_not_of_torch(
+    capsys, tmp_path, number, shown
+):
+    frames = [raw_form.frame(f"a{i}", "/lib/torch/nn.py") for i in range(4)]
+    frames += [raw_form.frame(name, "mine.py") for name in ("own", "between", "run", "main")]
+    path = tmp_path / "state.json"
+    path.write_text(
+        json.dumps(raw_form.snapshot([raw_form.segment([raw_form.block(512, frames)])]))
+    )
+    assert main(["top", "--frames", str(number), str(path)]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    told = [line.rsplit("  ", 1)[1].split(" (")[0].split(":")[-1] for line in lines]
+    assert told == shown
+
+
+def test_top_says_one_more_stack(capsys, tmp_path):
+    path = tmp_path / "state.json"
+    blocks = [raw_form.block(size, [raw_form.frame(str(size))]) for size in (512, 1024)]
+    path.write_text(json.dumps(raw_form.snapshot([raw_form.segment(blocks)])))
+    assert main(["top", "-n", "1", str(path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" in 1 more stack")
+
+
 # convert
 
 
@@ -254,6 +288,26 @@ def test_convert_allocated_needs_events(capsys, tmp_path):
     assert main(["convert", str(path), "-o", str(tmp_path / "x"), "--kind", "allocated"]) == 1
     assert "holds no allocation events" in one_line(capsys)
     assert not (tmp_path / "x").exists()
+
+
+def test_convert_allocated_of_a_recording_is_its_last_window(capsys, tmp_path):
+    """Scaled to the growth of the counters, as a push of that window is."""
+    path, out = tmp_path / "run.gpumem", tmp_path / "made.pb.gz"
+    path.write_bytes(make_recording(PYTHON.name, windows=2))
+    (device,) = stats_json(capsys, path)["devices"]
+    assert device["history"] is True
+    assert main(["convert", str(path), "-o", str(out), "--kind", "allocated"]) == 0
+    decoded = pprof.decode(out.read_bytes())
+    assert decoded.total("alloc_space") == 2 * 10**9
+    assert decoded.total("alloc_objects") == 2000
+    assert decoded.time_ns == 1_800_000_001_500_000_000
+
+
+def test_convert_allocated_of_a_recording_without_windows_says_how(capsys, tmp_path):
+    path = tmp_path / "run.gpumem"
+    path.write_bytes(make_recording(PYTHON.name))
+    assert main(["convert", str(path), "-o", str(tmp_path / "x"), "--kind", "allocated"]) == 1
+    assert "record with --profiles live,allocated" in one_line(capsys)
 
 
 def test_convert_keeps_mode_and_link(tmp_path):
@@ -331,6 +385,19 @@ def test_bad_usage(capsys, tmp_path, monkeypatch, arguments):
     assert main(arguments) == 2
     assert "--help'" in one_line(capsys)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("verb", ["stats", "top", "convert", "convert --kind allocated"])
+@pytest.mark.parametrize("from_stdin", [False, True])
+def test_a_profile_is_named_as_one(capsys, monkeypatch, tmp_path, *, verb, from_stdin):
+    path = tmp_path / "live.pb.gz"
+    assert main(["convert", str(PYTHON), "-o", str(path)]) == 0
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(path.read_bytes())))
+    more = ["-o", str(tmp_path / "x")] if "convert" in verb else []
+    assert main([*verb.split(), "-" if from_stdin else str(path), *more]) == 2
+    name = "<stdin>" if from_stdin else str(path)
+    reason = "a pprof profile, not a snapshot: go tool pprof reads it"
+    assert one_line(capsys) == f"gpumem-otel: error: {name}: {reason}\n"
 
 
 def test_bad_device_names_those_there(capsys):

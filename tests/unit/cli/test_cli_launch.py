@@ -146,6 +146,17 @@ def test_run_gives_the_process_to_the_command(monkeypatch, tmp_path):
         (["record", "o.gpumem", "--", "no-such-command-here"], 127, "command not found"),
         (["record", "no/such/o.gpumem", "--", "true"], 1, "no such directory"),
         (["record", ".", "--", "true"], 1, ".: is a directory"),
+        (["run", "--record", "no/such/o.gpumem", "--", "true"], 1, "no such directory"),
+        (["run", "--record", ".", "--", "true"], 1, ".: is a directory"),
+        (["run", "train.py"], 127, "train.py: command not found; did you mean: python train.py"),
+        (["record", "o", "train.py"], 127, "command not found; did you mean: python train.py"),
+        (
+            ["record", "--", "python", "train.py"],
+            2,
+            "OUT is missing: gpumem-otel record run.gpumem -- python train.py",
+        ),
+        (["record", "--", "/usr/bin/python3.11", "train.py"], 2, "OUT is missing"),
+        (["sd", "-o", ""], 2, "Invalid value for '-o': the name of the file is empty"),
         (["record", "o", "--interval", "0", "--", "true"], 2, "--interval must be between"),
     ],
 )

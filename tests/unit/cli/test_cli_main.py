@@ -45,6 +45,23 @@ assert not heavy & set(sys.modules), heavy & set(sys.modules)
     assert done.returncode == 0, done.stderr
 
 
+SD_BLOCK = """\
+  In prometheus.yml:
+    scrape_configs:
+      - job_name: gpumem
+        file_sd_configs: [{files: [/etc/prometheus/targets/gpumem.json]}]
+"""
+RECORD_LINE = (
+    "gpumem-otel record run.gpumem --interval 0.5 -- python train.py && gpumem-otel top run"
+)
+
+
+@pytest.mark.parametrize(("verb", "block"), [("sd", SD_BLOCK), ("record", RECORD_LINE)])
+def test_examples_are_printed_as_they_can_be_pasted(capsys, verb, block):
+    assert main([verb, "--help"]) == 0
+    assert block in capsys.readouterr().out
+
+
 def test_version(capsys):
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"gpumem-otel {_version.__version__}\n"

@@ -1,0 +1,66 @@
+"""The demo's files, its warnings, and the addresses that it prints."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from gpumem_otel.cli.demo_listen import base_url, scrape_config
+from gpumem_otel.cli.demo_parts import LastProfiles, one_line_warnings
+from gpumem_otel.core import pprof
+from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sample
+
+
+def profiles(size_bytes: int, kind: ProfileKind = ProfileKind.LIVE) -> tuple[HeapProfile, ...]:
+    return (HeapProfile(kind, 0, (Sample((Frame("f", "/f.py", 1),), 1, size_bytes),)),)
+
+
+def test_the_fullest_moment_is_kept_beside_the_last(tmp_path):
+    kept = LastProfiles(tmp_path)
+    assert kept.write() is None
+    for size_bytes in (10, 30, 20):
+        kept.take(ProfileKind.LIVE, profiles(size_bytes), {}, 1)
+        assert kept.write().size_bytes == size_bytes
+    kept.take(ProfileKind.ALLOCATED, profiles(99, ProfileKind.ALLOCATED), {}, 1)
+    kept.write()
+    assert kept.fullest.size_bytes == 30
+    assert sorted(kept.written) == ["allocated", "fullest", "live"]
+    for name, size_bytes in (("fullest", 30), ("live", 20)):
+        written = pprof.decode((tmp_path / f"{name}.pb.gz").read_bytes())
+        assert written.total("inuse_space") == size_bytes
+
+
+def test_nothing_is_taken_after_the_last_write(tmp_path):
+    kept = LastProfiles(tmp_path)
+    kept.take(ProfileKind.LIVE, profiles(10), {}, 1)
+    assert kept.write(last=True).size_bytes == 10
+    kept.take(ProfileKind.LIVE, profiles(50), {}, 2)
+    assert kept.write().size_bytes == kept.fullest.size_bytes == 10
+
+
+@pytest.mark.parametrize("message", ["another window is open", "window: another one is open"])
+def test_a_window_of_somebody_else_is_not_said(message, capsys):
+    log = logging.getLogger("gpumem_otel.push")
+    with one_line_warnings() as warnings:
+        log.warning("window failed: %s; try again when it is over (counted)", message)
+        log.warning("read failed: %s", "held")
+        warnings.let_go()
+        log.warning("window failed: %s; try again when it is over (counted)", message)
+        log.warning("window failed: %s", "recording is off")
+    assert capsys.readouterr().err.splitlines() == [
+        "gpumem-otel: warning: read failed: held",
+        "gpumem-otel: warning: window failed: recording is off",
+    ]
+
+
+def test_urls_are_ones_to_ask():
+    assert base_url(("127.0.0.1", 9464), tls=False) == "http://127.0.0.1:9464"
+    assert base_url(("0.0.0.0", 1), tls=True) == "https://127.0.0.1:1"
+    assert base_url(("::", 1), tls=False) == "http://[::1]:1"
+
+
+def test_a_scrape_config_names_its_job_and_its_scheme():
+    plain = "scrape_configs: [{job_name: gpumem, static_configs: [{targets: ['[::1]:1']}]}]"
+    assert scrape_config("http://[::1]:1") == plain
+    assert "job_name: gpumem, scheme: https, static" in scrape_config("https://a:1")
