@@ -37,8 +37,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gpumem_otel.capture.readout import Reader
+    from gpumem_otel.capture.steps import StepCounter
     from gpumem_otel.config import Config
-    from gpumem_otel.core.model import HeapProfile, Identity, Observation, ProfileKind, StepStats
+    from gpumem_otel.core.model import HeapProfile, Identity, Observation, ProfileKind
     from gpumem_otel.core.ports import FrameNamer, ProfileSink, Reading, Source
     from gpumem_otel.export.pusher import Pusher
     from gpumem_otel.export.transport import Transport
@@ -124,6 +125,7 @@ class Agent:
         self._stopped = False
         self._armed = False
         self._source = self._given_source
+        self._step_counter: StepCounter | None = None
         self._listener: Listener | None = None
         self._announced: Identity | None = None
         self._pusher: Pusher | None = None
@@ -311,7 +313,7 @@ class Agent:
         _, answers = self._armed_parts()
         recorded = getattr(self._given_source, "steps", None)
         if recorded is not None:
-            answers.steps = _RecordedSteps(recorded)
+            answers.step_stats = recorded
             return
         if self._given_source is not None or not self.config.capture.steps:
             return
@@ -319,7 +321,7 @@ class Agent:
 
         counter = StepCounter(allocated=getattr(self._source, "allocated", dict))
         self._begin("steps", counter.start, lambda _: counter.stop())
-        answers.steps = counter
+        self._step_counter, answers.step_stats = counter, counter.stats
 
     def _start_listener(self) -> None:
         if not self.config.serve.enabled:
@@ -440,10 +442,9 @@ class Agent:
 
     def step(self) -> None:
         """One step of the job has ended; the job says so itself."""
-        answers = self.answers
-        explicit = getattr(answers.steps if answers is not None else None, "step", None)
-        if explicit is not None:
-            explicit()
+        counter = self._step_counter
+        if counter is not None:
+            counter.step()
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -484,16 +485,6 @@ class _SinceLast:
     def __init__(self, reader: Reader) -> None:
         self.live = reader.live_now
         self.allocated = reader.allocated_since_last
-
-
-class _RecordedSteps:
-    """The steps that a recording knows."""
-
-    def __init__(self, stats: Callable[[], StepStats]) -> None:
-        self._stats = stats
-
-    def stats(self) -> StepStats:
-        return self._stats()
 
 
 def _for_notebooks(config: ServeConfig) -> ServeConfig:

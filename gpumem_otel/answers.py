@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from gpumem_otel import ranks
 from gpumem_otel.core.model import Observation, ProfileKind, StepStats
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gpumem_otel.core.ports import Source
     from gpumem_otel.serve.deps import Health
 
-__all__ = ["Answers", "StepSource"]
+__all__ = ["Answers"]
 
 OBSERVE_SECONDS = 1.0
 """Metrics are answered from values at most this old."""
@@ -38,14 +38,6 @@ must hold neither a scrape nor the end of the process."""
 
 LATE_INTERVALS = 3
 """A push is late after so many intervals."""
-
-
-class StepSource(Protocol):
-    """Counts optimizer steps: hooks in a job, the recorded numbers in a replay."""
-
-    def stats(self) -> StepStats:
-        """Steps so far."""
-        ...
 
 
 class Answers:
@@ -61,7 +53,7 @@ class Answers:
         live_process: whether the source is this process's own torch, not a recording.
 
     Attributes:
-        steps: set once steps are counted.
+        step_stats: asks for the steps so far, of who counts or has recorded them.
         interval_seconds: asks for the interval between pushes as it is now.
         last_read_ns: when the last live read-out was made, 0 before.
     """
@@ -77,7 +69,7 @@ class Answers:
         pacer: Pacer,
         live_process: bool,
     ) -> None:
-        self.steps: StepSource | None = None
+        self.step_stats: Callable[[], StepStats] = StepStats
         self.interval_seconds: Callable[[], float] = lambda: config.profiles.interval_seconds
         self.last_read_ns = 0
         self._config = config
@@ -125,10 +117,6 @@ class Answers:
             identity = replace(identity, device_uuids={**identity.device_uuids, **found})
         self._identity = identity
         return identity
-
-    def step_stats(self) -> StepStats:
-        """Steps so far."""
-        return self.steps.stats() if self.steps is not None else StepStats()
 
     def observe(self) -> Observation | None:
         """Everything the METRICS table reads from, at most a second old; None: nothing is armed.

@@ -375,15 +375,20 @@ def secure(authority):
         yield fake
 
 
-def test_tls_with_our_own_authority_and_a_client_certificate(authority, secure):
-    folder, ca = authority
-    mine = certs.issue(folder, ca, "job", [])
-    with Client(
-        secure.url,
+def identified(url, ca, mine):
+    """A client that trusts our authority alone and shows a certificate of its own."""
+    return Client(
+        url,
         ca_file=str(ca.cert_file),
         client_cert_file=str(mine.cert_file),
         client_key_file=str(mine.key_file),
-    ) as client:
+    )
+
+
+def test_tls_with_our_own_authority_and_a_client_certificate(authority, secure):
+    folder, ca = authority
+    mine = certs.issue(folder, ca, "job", [])
+    with identified(secure.url, ca, mine) as client:
         client.push()
         client.push()
     assert secure.connections == 1
@@ -394,12 +399,7 @@ def test_tls_with_our_own_authority_and_a_client_certificate(authority, secure):
 def test_a_rotated_client_certificate_is_taken(authority, secure):
     folder, ca = authority
     mine = certs.issue(folder, ca, "rotated", [])
-    with Client(
-        secure.url,
-        ca_file=str(ca.cert_file),
-        client_cert_file=str(mine.cert_file),
-        client_key_file=str(mine.key_file),
-    ) as client:
+    with identified(secure.url, ca, mine) as client:
         client.push()
         certs.issue(folder, ca, "rotated", [])
         os.utime(mine.cert_file, (1, 1))
