@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import overhead
+import sidecar
 import torch
 
 import gpumem_otel
@@ -28,7 +29,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--seconds", type=float, default=60.0)
     options = parser.parse_args()
-    with overhead.server_process() as url:
+    with sidecar.running() as url:
         gpumem_otel.install(
             service_name="closed-books",
             pyroscope_url=url,

@@ -11,9 +11,11 @@ load), pushes to a server on loopback, /metrics served and scraped every second.
 The time of a state is wall time over steps of a whole segment, stalls included. Ratios are of
 segments that followed one another; the median of the pairs is quoted, all pairs are kept.
 
-A shared machine's cores run at speeds that differ by more than what is measured here. So after
-every five steps the same thread times a loop that has nothing to do with torch (`control`), and a
-CPU-bound job's ratio is that of step time per control time; the plain ratio is kept beside it.
+A shared machine's cores run at speeds that differ by more than what is measured here. So the
+CPU-bound job and our threads share one core, which is the worst case; after every two steps the
+same core times a loop that has nothing to do with torch (`control`), and the ratio is that of step
+time per control time; the plain ratio is kept beside it. `cpu_share_at_rest` is the CPU time of all
+threads while the job holds its memory and rests: what it must lose to us on that core.
 """
 
 from __future__ import annotations
@@ -21,21 +23,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
-import gzip
-import http.client
-import http.server
 import json
 import os
 import platform
 import resource
 import statistics
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import sidecar
 import torch
 from torch import nn
 
@@ -45,6 +42,8 @@ from gpumem_otel._version import __version__
 from gpumem_otel.core.pprof import gzip_bytes
 
 INTERVAL_SECONDS = 5.0
+SETTLE_SECONDS = 0.5
+STEPS_PER_ROUND = 2
 
 
 class Block(nn.Module):
@@ -103,16 +102,16 @@ class Job:
         """Mean seconds per step, and per control loop, over at least so long."""
         torch.cuda.synchronize()
         total = controls = 0.0
-        steps = 0
+        rounds = 0
         while total < seconds:
             start = time.perf_counter()
-            for _ in range(5):
+            for _ in range(STEPS_PER_ROUND):
                 self.step()
             torch.cuda.synchronize()
             total += time.perf_counter() - start
             controls += control()
-            steps += 5
-        return {"step": total / steps, "control": controls * 5 / steps}
+            rounds += 1
+        return {"step": total / rounds / STEPS_PER_ROUND, "control": controls / rounds}
 
 
 def control() -> float:
@@ -123,42 +122,6 @@ def control() -> float:
         sum(i * i for i in range(3000))
         best = min(best, time.perf_counter() - start)
     return best
-
-
-class Sink(http.server.BaseHTTPRequestHandler):
-    """Takes every push at once, so that the sender's own work is what is measured."""
-
-    protocol_version = "HTTP/1.1"
-    sizes: list[tuple[int, int]] = []  # noqa: RUF012 - one list for all requests, on purpose
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.sizes.append((len(body), len(gzip.decompress(body))))
-        self.send_response(200)
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        """No line per request."""
-
-
-@contextlib.contextmanager
-def server_process() -> Any:
-    """The sink in a process of its own: its Python work must not hold the job's lock."""
-    child = subprocess.Popen(
-        [sys.executable, __file__, "--sink"], stdout=subprocess.PIPE, text=True, bufsize=1
-    )
-    try:
-        yield f"http://127.0.0.1:{int(child.stdout.readline())}"
-    finally:
-        child.terminate()
-        child.wait()
-
-
-def serve_sink() -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Sink)
-    print(server.server_address[1], flush=True)
-    server.serve_forever()
 
 
 @contextlib.contextmanager
@@ -183,32 +146,26 @@ def state(name: str, url: str) -> Any:
         port=0,
         run_dir="/tmp/gpumem-otel-bench",
     )
-    stop = threading.Event()
-    scraper = subprocess.Popen([sys.executable, __file__, "--scrape", str(wait_port())])
-    try:
-        yield None
-    finally:
-        stop.set()
-        scraper.terminate()
-        scraper.wait()
-        gpumem_otel.uninstall()
-
-
-def wait_port() -> int:
     agent = lifecycle.current()
     assert agent is not None
     assert agent.wait_listening(10)
-    return agent.address[1]
+    sidecar.scrape(url, agent.address[1])
+    try:
+        yield None
+    finally:
+        sidecar.scrape(url, 0)
+        gpumem_otel.uninstall()
 
 
-def scrape_forever(port: int) -> None:
-    while True:
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
-        with contextlib.suppress(OSError):
-            connection.request("GET", "/metrics")
-            connection.getresponse().read()
-        connection.close()
-        time.sleep(1)
+@contextlib.contextmanager
+def one_core() -> Any:
+    """Keep this thread, and those that it starts, on one core, so that one speed holds for all."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {max(cores)})
+    try:
+        yield None
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def compare(job: Job, url: str, pairs: int, seconds: float, *, per_control: bool) -> dict[str, Any]:
@@ -223,6 +180,7 @@ def compare(job: Job, url: str, pairs: int, seconds: float, *, per_control: bool
         row = {}
         for name in order:
             with state(name, url):
+                job.segment(SETTLE_SECONDS)
                 row[name] = job.segment(seconds)
         rows.append(row)
         order = order[1:] + order[:1]
@@ -247,6 +205,21 @@ def compare(job: Job, url: str, pairs: int, seconds: float, *, per_control: bool
         "ours_over_recorder": ratio("ours", "recorder"),
         "pairs": rows,
     }
+
+
+def at_rest(url: str, seconds: float) -> dict[str, float]:
+    """CPU time of all threads per second, the job's memory held and the job itself at rest.
+
+    Without the noise of a running job: what our threads take from it where they share one core.
+    """
+    shares = {}
+    for name in ("off", "recorder", "ours"):
+        with state(name, url):
+            time.sleep(SETTLE_SECONDS)
+            started, cpu = time.perf_counter(), time.process_time()
+            time.sleep(seconds)
+            shares[name] = (time.process_time() - cpu) / (time.perf_counter() - started)
+    return shares
 
 
 def per_allocation(url: str, pairs: int, count: int = 5_000) -> dict[str, Any]:
@@ -324,7 +297,7 @@ def measure(agent: Any) -> dict[str, float]:
 
     agent.reader.tap.append(note)
     started = time.thread_time()
-    profiles = agent.reader._live()  # noqa: SLF001 - without the sharing of close calls
+    profiles = agent.reader.live_now()
     data = [agent.answers.encode(profile) for profile in profiles]
     zipped = [gzip_bytes(one) for one in data]
     work = time.thread_time() - started
@@ -372,16 +345,10 @@ def resident_bytes() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--pairs", type=int, default=12, help="of the CPU-bound job")
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of one segment")
-    parser.add_argument("--sink", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--scrape", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--pairs", type=int, default=10, help="of the CPU-bound job")
+    parser.add_argument("--seconds", type=float, default=6.0, help="length of one segment")
     options = parser.parse_args()
-    if options.sink:
-        serve_sink()
-    if options.scrape:
-        scrape_forever(options.scrape)
-    with server_process() as url:
+    with sidecar.running() as url:
         results: dict[str, Any] = {
             "date": time.strftime("%Y-%m-%d"),
             "gpu": torch.cuda.get_device_name(),
@@ -392,30 +359,29 @@ def main() -> None:
             "interval_seconds": INTERVAL_SECONDS,
             "segment_seconds": options.seconds,
         }
-        results["cpu_bound"] = compare(
-            Job(width=256, layers=12, batch=2, length=32),
-            url,
-            options.pairs,
-            options.seconds,
-            per_control=True,
-        )
+        with one_core():
+            job = Job(width=256, layers=12, batch=2, length=32)
+            results["cpu_bound"] = compare(
+                job, url, options.pairs, options.seconds, per_control=True
+            )
+            results["cpu_share_at_rest"] = at_rest(url, 2 * INTERVAL_SECONDS)
+            del job
+        write(results, options.out)
         torch.cuda.empty_cache()
-        results["gpu_bound"] = compare(
-            Job(width=2048, layers=12, batch=16, length=1024),
-            url,
-            5,
-            options.seconds,
-            per_control=False,
-        )
+        job = Job(width=2048, layers=12, batch=16, length=1024)
+        results["gpu_bound"] = compare(job, url, 5, options.seconds / 2, per_control=False)
+        write(results, options.out)
+        del job
         gc.collect()
         torch.cuda.empty_cache()
         results["per_allocation"] = per_allocation(url, 10)
+        write(results, options.out)
         results["read_out"] = read_outs(url, (1_000, 10_000, 100_000))
     write(results, options.out)
 
 
 def write(results: dict[str, Any], out: Path | None) -> None:
-    """Print results, and keep them where they are quoted from."""
+    """Print results, and keep them where they are quoted from; after each part, lest one fail."""
     text = json.dumps(results, indent=1)
     print(text)
     if out:
