@@ -7,8 +7,6 @@ root, so that totals are those of the allocator, byte for byte.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import groupby
-from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from gpumem_otel.core.frames import (
@@ -21,18 +19,19 @@ from gpumem_otel.core.frames import (
     redacts_paths,
     with_basename_paths,
 )
-from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sample
+from gpumem_otel.core.labels import labeller
+from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind
+from gpumem_otel.core.sums import add, order_key, samples_of, scale, sum_up
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-    from typing import TypeAlias
+    from collections.abc import Callable, Iterable
 
+    from gpumem_otel.core.labels import Label
     from gpumem_otel.core.model import Stack
     from gpumem_otel.core.ports import FrameNamer, Pause, StacklessRule
+    from gpumem_otel.core.replay import Replay
     from gpumem_otel.core.snapshot import Snapshot
-
-    Labels: TypeAlias = tuple[tuple[str, str], ...]
-    Sums: TypeAlias = dict[tuple[Stack, Labels], list[int]]
+    from gpumem_otel.core.sums import Labels, Sums
 
 __all__ = [
     "DiffEntry",
@@ -43,13 +42,16 @@ __all__ = [
     "diff",
     "live_profile",
     "merge",
+    "peak_profile",
     "recorded_root",
+    "replayed_profile",
     "stackless_root",
 ]
 
 _BYTES_COUNTER = "requested_bytes.all.allocated"
 _OBJECTS_COUNTER = "allocation.all.allocated"
 _BLOCKS_PER_PAUSE = 32
+_REQUESTED = "sizes are requested bytes, before the allocator rounds them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ def live_profile(
     time_ns: int = 0,
     pause: Pause | None = None,
     max_depth: int = 512,
+    label: Label | None = None,
 ) -> HeapProfile:
     """What is alive on a device, by stack. The total is the allocator's `allocated`.
 
@@ -110,8 +113,15 @@ def live_profile(
         time_ns: moment of the reading, nanoseconds since 1970.
         pause: called after every stack.
         max_depth: frames per stack; the middle is cut.
+        label: what samples are labelled with beside; only for files, it plays the trace through.
     """
     builder = builder_for(snapshot, namer, max_depth)
+    if label is not None:
+        replay = snapshot.replay(device)
+        alive = replay.alive(replay.events)
+        labels = labeller(snapshot, replay, label)
+        labelled = _replayed(replay, alive, builder, labels, blocks=True)
+        return HeapProfile(ProfileKind.LIVE, device, samples_of(labelled), time_ns)
     sums: Sums = {}
     for count, group in enumerate(snapshot.live_groups(device, pause), 1):
         if group.frames:
@@ -122,10 +132,10 @@ def live_profile(
                 if stackless is None
                 else stackless(device, group.address)
             )
-        _add(sums, (stack, ()), group.objects, group.size_bytes)
+        add(sums, (stack, ()), group.objects, group.size_bytes)
         if pause is not None and (group.frames or not count % _BLOCKS_PER_PAUSE):
             pause()
-    return HeapProfile(ProfileKind.LIVE, device, _samples(sums, pause), time_ns)
+    return HeapProfile(ProfileKind.LIVE, device, samples_of(sums, pause), time_ns)
 
 
 def allocated_profile(
@@ -140,6 +150,7 @@ def allocated_profile(
     duration_ns: int,
     pause: Pause | None = None,
     max_depth: int = 512,
+    label: Label | None = None,
 ) -> HeapProfile:
     """What was allocated, by stack: recorded events, scaled to the allocator's own counters.
 
@@ -159,40 +170,143 @@ def allocated_profile(
         duration_ns: length of the interval.
         pause: called after every stack.
         max_depth: frames per stack; the middle is cut.
+        label: what samples are labelled with beside; only for files, it plays the trace through.
     """
     builder = builder_for(snapshot, namer, max_depth)
     sums: Sums = {}
-    for group in snapshot.event_groups(device, pause=pause):
-        if group.frames:
-            stack = builder.build(group.frames)
-        else:
-            stack = builder.root(recorded_root(stackless, device, group.address))
-        _add(sums, (stack, ()), group.objects, group.size_bytes)
-        if pause is not None:
-            pause()
-    recorded = _samples(sums, pause)
+    if label is None:
+        for group in snapshot.event_groups(device, pause=pause):
+            if group.frames:
+                stack = builder.build(group.frames)
+            else:
+                stack = builder.root(recorded_root(stackless, device, group.address))
+            add(sums, (stack, ()), group.objects, group.size_bytes)
+            if pause is not None:
+                pause()
+    else:
+        replay = snapshot.replay(device)
+        sums = _replayed(replay, replay.traced, builder, labeller(snapshot, replay, label))
+    recorded = samples_of(sums, pause)
     seen = sum(sample.objects for sample in recorded)
-    sizes, missed_bytes, size_comment = _scale(
+    sizes, missed_bytes, size_comment = scale(
         [s.size_bytes for s in recorded], requested_total_bytes, "bytes", _BYTES_COUNTER
     )
-    objects, missed_objects, object_comment = _scale(
+    objects, missed_objects, object_comment = scale(
         [s.objects for s in recorded], objects_total, "objects", _OBJECTS_COUNTER
     )
     scaled: Sums = {}
     for sample, number, size in zip(recorded, objects, sizes, strict=True):
         if number or size:
-            _add(scaled, (sample.frames, ()), number, size)
+            add(scaled, (sample.frames, sample.labels), number, size)
     if missed_objects or missed_bytes:
-        _add(scaled, (builder.root(NOT_RECORDED), ()), missed_objects, missed_bytes)
+        add(scaled, (builder.root(NOT_RECORDED), ()), missed_objects, missed_bytes)
     comments = (
-        "sizes are requested bytes, before the allocator rounds them",
+        _REQUESTED,
         f"window of {duration_ns / 1e9:.3f} s with {seen} recorded allocations",
         size_comment,
         object_comment,
     )
     return HeapProfile(
-        ProfileKind.ALLOCATED, device, _samples(scaled, pause), time_ns, duration_ns, comments
+        ProfileKind.ALLOCATED, device, samples_of(scaled, pause), time_ns, duration_ns, comments
     )
+
+
+def peak_profile(
+    snapshot: Snapshot,
+    device: int,
+    *,
+    namer: FrameNamer,
+    time_ns: int = 0,
+    max_depth: int = 512,
+    label: Label | None = None,
+) -> HeapProfile:
+    """What was alive at the moment of the trace at which most was, by stack, in requested bytes.
+
+    The total is the maximum of `snapshot.replay(device).allocated_bytes`. Memory from before the
+    trace counts.
+
+    Args:
+        snapshot: what to read.
+        device: torch's index.
+        namer: names Python frames; not asked where the snapshot's names are final.
+        time_ns: moment of the reading; by default that of the event, where it is known.
+        max_depth: frames per stack; the middle is cut.
+        label: what samples are labelled with beside.
+
+    Raises:
+        SnapshotError: the sizes in the trace are no sizes.
+    """
+    return replayed_profile(
+        snapshot, device, namer=namer, time_ns=time_ns, max_depth=max_depth, label=label
+    )
+
+
+def replayed_profile(
+    snapshot: Snapshot,
+    device: int,
+    *,
+    namer: FrameNamer,
+    moment: int | None = None,
+    time_ns: int = 0,
+    max_depth: int = 512,
+    label: Label | None = None,
+) -> HeapProfile:
+    """What was alive at a moment of the trace, by stack, in requested bytes.
+
+    Args:
+        snapshot: what to read.
+        device: torch's index.
+        namer: names Python frames; not asked where the snapshot's names are final.
+        moment: see `Replay`; None: that of the peak, and the profile is of that kind.
+        time_ns: moment of the reading; by default that of the event, where it is known.
+        max_depth: frames per stack; the middle is cut.
+        label: what samples are labelled with beside.
+
+    Raises:
+        SnapshotError: the sizes in the trace are no sizes.
+        ValueError: there is no such moment.
+    """
+    replay = snapshot.replay(device)
+    at = replay.peak_moment if moment is None else moment
+    labels = None if label is None else labeller(snapshot, replay, label)
+    sums = _replayed(replay, replay.alive(at), builder_for(snapshot, namer, max_depth), labels)
+    where = f"after event {at} of {replay.events}" if replay.events else "no events: the dump"
+    return HeapProfile(
+        ProfileKind.PEAK if moment is None else ProfileKind.LIVE,
+        device,
+        samples_of(sums),
+        time_ns or max(replay.time_us[at], 0) * 1000,
+        comments=(_REQUESTED, where),
+    )
+
+
+def _replayed(
+    replay: Replay,
+    indexes: Iterable[int],
+    builder: StackBuilder,
+    labels: Callable[[int], Labels] | None = None,
+    *,
+    blocks: bool = False,
+) -> Sums:
+    """Sums over allocations of a replay: of requested bytes, or of the blocks that they hold."""
+    by_index: dict[tuple[int, bool, Labels], list[int]] = {}
+    sizes = replay.block_bytes if blocks else replay.size_bytes
+    stacks, traced = replay.stack, replay.traced
+    for index in indexes:
+        key = (stacks[index], index in traced, () if labels is None else labels(index))
+        entry = by_index.get(key)
+        if entry is None:
+            entry = by_index[key] = [0, 0]
+        entry[0] += 1
+        entry[1] += sizes[index]
+    sums: Sums = {}
+    for (stack, has_event, tags), (objects, size) in by_index.items():
+        if stack:
+            shown = builder.build(replay.stacks[stack])
+        else:
+            shown = builder.root(stackless_root(has_event))
+        add(sums, (shown, tags), objects, size)
+    return sums
 
 
 def apply_budget(profile: HeapProfile, *, max_samples: int) -> HeapProfile:
@@ -203,16 +317,16 @@ def apply_budget(profile: HeapProfile, *, max_samples: int) -> HeapProfile:
     limit = max(1, max_samples)
     if len(profile.samples) <= limit:
         return profile
-    sums = _sum_up(profile.samples)
+    sums = sum_up(profile.samples)
     other = ((Frame(OTHER),), ())
     if len(sums) > limit:
         rest = sums.pop(other, None) or [0, 0]
-        for sample in _samples(sums)[limit - 1 :]:
+        for sample in samples_of(sums)[limit - 1 :]:
             objects, size = sums.pop((sample.frames, sample.labels))
             rest[0] += objects
             rest[1] += size
         sums[other] = rest
-    return replace(profile, samples=_samples(sums))
+    return replace(profile, samples=samples_of(sums))
 
 
 def merge(profiles: Iterable[HeapProfile]) -> HeapProfile:
@@ -234,7 +348,7 @@ def merge(profiles: Iterable[HeapProfile]) -> HeapProfile:
     return HeapProfile(
         kind,
         devices.pop() if len(devices) == 1 else -1,
-        _samples(_sum_up(sample for part in parts for sample in part.samples)),
+        samples_of(sum_up(sample for part in parts for sample in part.samples)),
         max(part.time_ns for part in parts),
         max(part.duration_ns for part in parts),
         tuple(sorted({comment for part in parts for comment in part.comments})),
@@ -246,16 +360,16 @@ def diff(before: HeapProfile, after: HeapProfile) -> tuple[DiffEntry, ...]:
 
     The entries add up to the difference of the totals.
     """
-    changes = _sum_up(after.samples)
+    changes = sum_up(after.samples)
     for sample in before.samples:
-        _add(changes, (sample.frames, sample.labels), -sample.objects, -sample.size_bytes)
+        add(changes, (sample.frames, sample.labels), -sample.objects, -sample.size_bytes)
     entries = [
         DiffEntry(frames, objects, size, labels)
         for (frames, labels), (objects, size) in changes.items()
         if objects or size
     ]
     entries.sort(
-        key=lambda e: (-abs(e.size_bytes), -e.size_bytes, -e.objects, _plain(e.frames), e.labels)
+        key=lambda e: (-abs(e.size_bytes), -e.size_bytes, -e.objects, order_key(e.frames), e.labels)
     )
     return tuple(entries)
 
@@ -284,70 +398,3 @@ def check(profile: HeapProfile, allocated_bytes: int | None = None) -> tuple[str
     if len({(s.frames, s.labels) for s in profile.samples}) != len(profile.samples):
         problems.append("two samples have the same stack")
     return tuple(problems)
-
-
-def _add(sums: Sums, key: tuple[Stack, Labels], objects: int, size_bytes: int) -> None:
-    entry = sums.get(key)
-    if entry is None:
-        sums[key] = [objects, size_bytes]
-    else:
-        entry[0] += objects
-        entry[1] += size_bytes
-
-
-def _sum_up(samples: Iterable[Sample]) -> Sums:
-    sums: Sums = {}
-    for sample in samples:
-        _add(sums, (sample.frames, sample.labels), sample.objects, sample.size_bytes)
-    return sums
-
-
-def _plain(stack: Stack) -> list[tuple[str, str, int]]:
-    return [(frame.name, frame.filename, frame.line) for frame in stack]
-
-
-def _samples(sums: Sums, pause: Pause | None = None) -> tuple[Sample, ...]:
-    """Largest first; stacks are compared only where sizes and counts are equal."""
-    found: list[Sample] = []
-    ranks: list[tuple[int, int, int]] = []
-    for index, ((frames, labels), (objects, size)) in enumerate(sums.items()):
-        found.append(Sample(frames, objects, size, labels))
-        ranks.append((-size, -objects, index))
-        if pause is not None and not index % _BLOCKS_PER_PAUSE:
-            pause()
-    # plain tuples are sorted several times as fast as by a key function, and can not be sliced
-    ranks.sort()
-    ordered: list[Sample] = []
-    for _, equals in groupby(ranks, key=itemgetter(0, 1)):
-        ties = [found[rank[2]] for rank in equals]
-        if len(ties) > 1:
-            ties.sort(key=lambda sample: (_plain(sample.frames), sample.labels))
-        ordered += ties
-        if pause is not None and not len(ordered) % _BLOCKS_PER_PAUSE:
-            pause()
-    return tuple(ordered)
-
-
-def _scale(
-    values: Sequence[int], total: int | None, what: str, counter: str
-) -> tuple[Sequence[int], int, str]:
-    """The values in proportion, so that they add up to the total.
-
-    Returns:
-        the new values, what of the total is left because all values are zero, and a sentence.
-    """
-    seen = sum(values)
-    if total is None:
-        return values, 0, f"{what} as recorded, not scaled"
-    if not seen:
-        return values, total, f"{what}: none recorded, {counter} rose by {total}"
-    if not total:
-        # events of a moment that the counter does not cover: what was seen is real all the same
-        return values, 0, f"{what} as recorded, not scaled: {counter} did not move"
-    scaled = [value * total // seen for value in values]
-    left = total - sum(scaled)
-    # the largest remainders take what integer division left over; ties go to the larger sample
-    by_remainder = sorted(range(len(values)), key=lambda i: -(values[i] * total % seen))
-    for index in by_remainder[:left]:
-        scaled[index] += 1
-    return scaled, 0, f"{what} scaled by {total / seen:.6g} to {counter}"

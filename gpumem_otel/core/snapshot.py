@@ -16,6 +16,7 @@ from gpumem_otel.core.fileform import Recording, decode, read_all
 from gpumem_otel.core.groups import EventGroup, Grouper, LiveGroup
 from gpumem_otel.core.model import AllocEvent, Annotation, Block, BlockState, Segment
 from gpumem_otel.core.rawcheck import check, warnings_for
+from gpumem_otel.core.replay import replay_trace
 from gpumem_otel.errors import SnapshotError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from gpumem_otel.core.model import DeviceBooks
     from gpumem_otel.core.ports import Pause
     from gpumem_otel.core.rawform import RawBlock, RawEvent, RawSegment
+    from gpumem_otel.core.replay import Replay
 
 __all__ = [
     "Snapshot",
@@ -70,6 +72,7 @@ class Snapshot:
         self._trusted = trusted
         self._by_device: dict[int, list[RawSegment]] | None = None
         self._books: dict[int, DeviceBooks] = {}
+        self._replays: dict[int, Replay] = {}
         self._warnings: tuple[str, ...] | None = None
 
     def __repr__(self) -> str:
@@ -139,6 +142,10 @@ class Snapshot:
         """Segments as torch wrote them, never to be changed: for copying every block cheaply."""
         return self._segments
 
+    def raw_events(self, device: int) -> Sequence[RawEvent]:
+        """The trace of a device as torch wrote it, never to be changed; () where it has none."""
+        return self._trace(device)
+
     def events(self, device: int) -> Iterator[AllocEvent]:
         """The recorded trace of a device as objects, oldest first."""
         for raw in self._trace(device):
@@ -172,6 +179,22 @@ class Snapshot:
                 pause=pause,
             )
         return books
+
+    def replay(self, device: int) -> Replay:
+        """A device's trace played through, for what was alive at any moment of it.
+
+        Raises:
+            SnapshotError: its sizes add up to more than 64 bits hold.
+        """
+        found = self._replays.get(device)
+        if found is None:
+            try:
+                found = replay_trace(device, self._of_device(device), self._trace(device))
+            except OverflowError:
+                reason = "the sizes in its trace add up to more than 64 bits hold"
+                raise SnapshotError(self.source, reason) from None
+            self._replays[device] = found
+        return found
 
     def live_groups(self, device: int, pause: Pause | None = None) -> list[LiveGroup]:
         """Every allocated block of a device, grouped by stack.
