@@ -6,10 +6,11 @@ CACHE ?= $(or $(GPUMEM_CACHE),$(HOME)/.cache/gpumem-otel)
 TORCH ?= 2.15.0
 DURATION ?= 30
 SERVERS_BIN = $(CACHE)/servers/bin
+K8S_BIN = $(CACHE)/k8s/bin
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
-SOURCES = gpumem_otel tests tools benchmarks
+SOURCES = gpumem_otel tests tools benchmarks grafana helm hatch_build.py
 
-.PHONY: demo test test-oldest check-servers test-torch test-gpu lint types docs docs-check format clean help
+.PHONY: demo test test-oldest check-servers check-helm check-page test-torch test-gpu fuzz lint types docs docs-check dashboards format clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -39,6 +40,23 @@ check-servers: $(VENV)/test.stamp ## the tests with a real Prometheus and OpenTe
 	GPUMEM_REQUIRE_SERVERS=1 GPUMEM_SERVERS_BIN=$(SERVERS_BIN) \
 		$(VENV)/bin/python -m pytest -m servers $(TESTS)
 
+check-helm: $(VENV)/test.stamp ## the chart in a real Kubernetes API server, scraped by a real Prometheus
+	tools/servers/build.sh $(SERVERS_BIN)
+	tools/k8s/build.sh $(K8S_BIN)
+	GPUMEM_REQUIRE_SERVERS=1 GPUMEM_SERVERS_BIN=$(SERVERS_BIN) \
+		GPUMEM_REQUIRE_K8S=1 GPUMEM_K8S_BIN=$(K8S_BIN) \
+		$(VENV)/bin/python -m pytest tests/servers/test_helm*.py $(TESTS)
+
+web/node_modules/.package-lock.json: web/package-lock.json
+	cd web && npm ci --ignore-scripts --no-audit --no-fund
+	@touch $@
+
+# Installing builds the page, where its sources have changed; here it must not fail silently.
+check-page: $(VENV)/test.stamp web/node_modules/.package-lock.json ## the page: types, unit tests, and in real Chromium
+	cd web && npm run --silent check && npm run --silent test
+	GPUMEM_OTEL_REQUIRE_PAGE=1 $(PIP) install -c constraints.txt -e '.[browser]'
+	GPUMEM_REQUIRE_BROWSER=1 $(VENV)/bin/python -m pytest -m browser tests/browser $(TESTS)
+
 # What pyproject.toml promises: its lower bounds, which nobody else here installs.
 test-oldest: ## the parts that stand on other packages, on the oldest of them that we promise
 	$(PYTHON) -m venv $(CACHE)/oldest
@@ -60,6 +78,9 @@ test-torch: ## the tests that touch torch, on TORCH=2.15.0 or an older one
 test-gpu: ## the tests that need a CUDA device, with this Python's torch
 	$(PYTHON) -m pytest -m gpu $(TESTS)
 
+fuzz: $(VENV)/test.stamp ## a hundred thousand damaged and made-up files through every verb
+	GPUMEM_FUZZ=17000 $(VENV)/bin/python -m pytest --timeout 0 tests/unit/core/test_fuzz_verbs.py
+
 lint: $(VENV)/test.stamp ## ruff: rules and format
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/ruff format --check $(SOURCES)
@@ -72,6 +93,9 @@ docs: $(VENV)/test.stamp ## write the generated tables in docs/
 
 docs-check: $(VENV)/test.stamp ## generated tables are current, links and commands are true
 	$(VENV)/bin/python tools/docs.py --check
+
+dashboards: $(VENV)/test.stamp ## write grafana/dashboards/*.json and their tables in docs/
+	$(VENV)/bin/python grafana/generate.py
 
 format: $(VENV)/test.stamp
 	$(VENV)/bin/ruff format $(SOURCES)

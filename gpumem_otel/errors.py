@@ -6,10 +6,13 @@ and goes on. Messages are one line: the thing, the reason, the way out.
     GpumemError
     +-- ConfigError            a keyword argument or option that can not be used
     +-- SnapshotError          a snapshot or recording file that can not be read
+    +-- NoHistoryError         a file that was read, and does not hold what was asked of it
     +-- CaptureError           the allocator could not be read, or recording not switched
     +-- EncodeError            a profile that does not fit the wire format
     +-- PushError              a server refused a profile, or did not answer
     +-- ServeError             the listener could not be set up
+    +-- MissingPackageError    an optional package that is not installed; an ImportError too
+    +-- PageError              the page is not in this installation
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ __all__ = [
     "ConfigError",
     "EncodeError",
     "GpumemError",
+    "MissingPackageError",
+    "NoHistoryError",
+    "PageError",
     "PushError",
     "ServeError",
     "SnapshotError",
@@ -45,6 +51,10 @@ class SnapshotError(GpumemError):
         super().__init__(f"{source}: {reason}")
         self.source = source
         self.reason = reason
+
+
+class NoHistoryError(GpumemError):
+    """A file that was read, and does not hold what was asked of it, such as events."""
 
 
 class CaptureError(GpumemError):
@@ -83,3 +93,11 @@ class PushError(GpumemError):
 
 class ServeError(GpumemError):
     """The listener could not be set up."""
+
+
+class PageError(GpumemError):
+    """The page was not built into this installation."""
+
+
+class MissingPackageError(GpumemError, ImportError):
+    """What was asked for needs a package that is not installed."""

@@ -4,8 +4,8 @@
     python tools/docs.py --check    exit 1 with one line per fault
 
 Generated: docs/metrics.md from METRICS, docs/configuration.md from the settings' table, and the
-blocks of README.md between `<!-- generated: NAME -->` and `<!-- end -->`. Checked besides: every
-relative link resolves, every verb and test that the docs name exists.
+blocks of README.md and docs/snapshots.md between `<!-- generated: NAME -->` and `<!-- end -->`.
+Checked besides: every relative link resolves, every verb and test that the docs name exists.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from gpumem_otel import config as config_module
 from gpumem_otel.cli.main import VERBS
@@ -26,6 +27,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 OVERHEAD = ROOT / "benchmarks" / "results" / "overhead-h200.json"
+SNAPSHOTS = ROOT / "benchmarks" / "results" / "snapshots.json"
 
 
 def field_docs(path: Path) -> dict[tuple[str, str], str]:
@@ -183,7 +185,66 @@ def overhead() -> list[str]:
     return lines
 
 
-BLOCKS = {"metrics": lambda: metrics_table(only_standard=True), "overhead": overhead}
+def snapshots() -> list[str]:
+    """What reading snapshot files costs, beside PyTorch's own tool, out of the results file."""
+    if not SNAPSHOTS.exists():
+        return ["Not measured yet: `python benchmarks/snapshots.py --torch-python PYTHON`."]
+    found = json.loads(SNAPSHOTS.read_text())
+    files = found["files"]
+    large, *others = files
+    lines = [
+        f"{found['machine']}, {found['memory_bytes'] / 2**30:.0f} GiB of memory;",
+        f"Python {found['python']}, {found['date']}; PyTorch's tool is torch {found['torch']}'s.",
+        f"Commands of one question ran in turn, {found['repeats']} times, at a load average of",
+        f"{found['load_before']:.1f} to {found['load_after']:.1f}. Seconds are the least of the",
+        "wall clock and of the CPU, the start of the interpreter included; memory is the largest",
+        "resident. Other work ran on the machine, so that CPU seconds are the steadier number.",
+        "PyTorch's `memory` is without the drawing of its SVG. All in",
+        f"[{SNAPSHOTS.name}](../{SNAPSHOTS.relative_to(ROOT)}), from `benchmarks/snapshots.py`.",
+        "",
+        f"{large[0].upper()}{large[1:]}, {files[large]['size_bytes'] / 1e6:.0f} MB:",
+        "",
+        "| question | command | seconds | CPU seconds | CPU us per event | memory | written |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for question, rows in files[large]["questions"].items():
+        for name, row in rows.items():
+            lines.append(f"| {question} | `{name}` | {_measured(row, files[large]['events'])} |")
+    names = [name for rows in files[large]["questions"].values() for name in rows]
+    lines += [
+        "",
+        f"The {len(others)} largest recordings, CPU seconds:",
+        "",
+        "| file | events | " + " | ".join(f"`{name}`" for name in names) + " |",
+        "| --- " * (len(names) + 2) + "|",
+    ]
+    for file in others:
+        rows = {
+            name: row for some in files[file]["questions"].values() for name, row in some.items()
+        }
+        cells = [
+            "failed" if "error" in rows[name] else f"{rows[name]['cpu_seconds']:.2f}"
+            for name in names
+        ]
+        lines.append(f"| {file} | {files[file]['events']:,} | {' | '.join(cells)} |")
+    return lines
+
+
+def _measured(row: dict[str, Any], events: int) -> str:
+    if "error" in row:
+        return f"failed: {row['error']} | | | | "
+    return (
+        f"{row['least_seconds']:.1f} | {row['cpu_seconds']:.1f} | "
+        f"{row['cpu_seconds'] / events * 1e6:.1f} | {row['memory_bytes'] / 1e6:,.0f} MB | "
+        f"{row['out_bytes'] / 1e6:,.1f} MB"
+    )
+
+
+BLOCKS = {
+    "metrics": lambda: metrics_table(only_standard=True),
+    "overhead": overhead,
+    "snapshots": snapshots,
+}
 
 
 def with_blocks(text: str) -> str:
@@ -199,11 +260,12 @@ def with_blocks(text: str) -> str:
 
 def wanted() -> dict[Path, str]:
     """Every generated file and what it should hold."""
-    readme = ROOT / "README.md"
+    readme, snapshot_page = ROOT / "README.md", DOCS / "snapshots.md"
     return {
         DOCS / "metrics.md": metrics(),
         DOCS / "configuration.md": configuration(),
         readme: with_blocks(readme.read_text()),
+        snapshot_page: with_blocks(snapshot_page.read_text()),
     }
 
 

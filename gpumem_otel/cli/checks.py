@@ -55,6 +55,7 @@ def run_all(
         _python(),
         _ours(),
         *_torch(environ, torch_timeout_seconds, require_gpu=require_gpu),
+        _page(),
         *_packages(config),
         *_settings(config),
         _pyroscope(config, environ),
@@ -75,6 +76,17 @@ def _ours() -> Check:
     from gpumem_otel._version import __version__
 
     return Check("gpumem-otel", OK, f"{__version__} {Path(__file__).resolve().parent.parent}")
+
+
+def _page() -> Check:
+    from gpumem_otel import page
+    from gpumem_otel.errors import PageError
+
+    try:
+        page.require()
+    except PageError as error:
+        return Check("page", MISSING, "flamegraph and timeline can not write pages", str(error))
+    return Check("page", OK, "flamegraph and timeline write pages")
 
 
 def _torch(environ: Mapping[str, str], timeout: float, *, require_gpu: bool) -> list[Check]:

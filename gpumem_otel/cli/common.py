@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 import tempfile
 import threading
 from contextlib import contextmanager, suppress
-from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,31 +17,37 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from gpumem_otel.core.model import HeapProfile, ProfileKind
+    from gpumem_otel.core.model import ProfileKind
+    from gpumem_otel.core.opened import Opened
     from gpumem_otel.core.ports import FrameNamer
-    from gpumem_otel.core.record_values import RecordedWindow
     from gpumem_otel.core.snapshot import Snapshot
 
 __all__ = [
+    "ROWS",
     "STDIN_NAME",
     "CommandFailed",
     "environ",
+    "keep_inputs",
     "load",
-    "load_with_window",
+    "name_of",
     "namer_for",
+    "open_source",
     "pick_devices",
     "print_json",
-    "profiles_of",
     "progress",
     "read_bytes",
     "warn",
-    "window_profiles",
+    "warn_about",
     "write_output",
 ]
 
 STDIN_NAME = "<stdin>"
 
+ROWS = click.IntRange(1, 2**31)
+"""How many to show; more than fits a machine's own counters is a slip."""
+
 _PPROF_BYTES = 64 << 20
+_PPROF_TEXT_BYTES = 32 << 20
 
 
 class CommandFailed(click.ClickException):
@@ -59,71 +65,88 @@ def environ() -> Mapping[str, str]:
 
 def warn(message: str) -> None:
     """One line on stderr about something that does not stop the work."""
-    click.echo(f"gpumem-otel: warning: {' '.join(message.split())}", err=True)
+    from gpumem_otel.core.text import printable
+
+    click.echo(f"gpumem-otel: warning: {printable(' '.join(message.split()))}", err=True)
+
+
+def keep_inputs(output: str, *inputs: str | None) -> None:
+    """Refuse to write over what is read: an input may be the only one there is.
+
+    Raises:
+        click.BadParameter: the output is one of the inputs, by whatever name.
+    """
+    for path in inputs:
+        if path is None or "-" in {path, output}:
+            continue
+        with suppress(OSError):
+            if Path(output).samefile(path):
+                raise click.BadParameter(
+                    f"{output} is the input; give another name", param_hint="'--output'"
+                )
 
 
 def read_bytes(path: str) -> bytes:
-    """The whole input; `-` is standard input.
+    """The whole input, which may be a snapshot, a recording or pprof; `-` is standard input.
+
+    Raises:
+        SnapshotError: it can not be read, or is none of these.
+    """
+    from gpumem_otel.core.fileform import read_all
+    from gpumem_otel.errors import SnapshotError
+
+    if path != "-":
+        return read_all(path, path, pprof=True)[0]
+    if sys.stdin is None:
+        raise SnapshotError(STDIN_NAME, "standard input is closed")
+    return read_all(sys.stdin.buffer, STDIN_NAME, pprof=True)[0]
+
+
+def name_of(path: str) -> str:
+    """What messages call an input."""
+    return STDIN_NAME if path == "-" else path
+
+
+def load(path: str) -> Snapshot:
+    """Read a snapshot, or the last one of a recording; `-` is standard input.
 
     Raises:
         SnapshotError: it can not be read.
     """
-    from gpumem_otel.errors import SnapshotError
-
-    if path == "-":
-        return sys.stdin.buffer.read()
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise SnapshotError(path, error.strerror or type(error).__name__) from error
+    return open_source(path).snapshot
 
 
-def load(path: str) -> Snapshot:
+def open_source(path: str) -> Opened:
     """Read a snapshot or recording; `-` is standard input.
 
     Raises:
         SnapshotError: it can not be read.
     """
-    from gpumem_otel.core.snapshot import load_snapshot
+    from gpumem_otel.core.opened import open_bytes
 
-    with progress(f"reading {path}"):
-        if path == "-":
-            data = sys.stdin.buffer.read()
-            with _pprof_said(lambda: data):
-                return load_snapshot(BytesIO(data), name=STDIN_NAME)
-        with _pprof_said(lambda: _small(path)):
-            return load_snapshot(path)
-
-
-def load_with_window(path: str) -> tuple[Snapshot, RecordedWindow | None]:
-    """Read a snapshot or recording, and the last window of events that a recording holds.
-
-    Raises:
-        SnapshotError: it can not be read.
-        CommandFailed: it is a recording without windows.
-    """
-    from gpumem_otel.core.fileform import Recording, decode
-    from gpumem_otel.core.recording import load_recording
-    from gpumem_otel.core.snapshot import parse_snapshot
-
-    name = STDIN_NAME if path == "-" else path
+    _collect_no_garbage()
     with progress(f"reading {path}"):
         data = read_bytes(path)
-        with _pprof_said(lambda: data):
-            if not isinstance(decode(data, name)[0], Recording):
-                return parse_snapshot(data, name), None
-        recording = load_recording(data, name=name)
-    if not recording.windows:
-        raise CommandFailed(
-            f"{name}: holds no windows of allocation events; record with "
-            "--profiles live,allocated to see what was allocated"
-        )
-    window = recording.windows[-1]
-    return window.reading().snapshot, window
+        with _pprof_said(data):
+            return open_bytes(data, name_of(path))
+
+
+def warn_about(opened: Opened, kind: ProfileKind) -> None:
+    """Say what a reader of profiles of this kind should know."""
+    for warning in opened.warnings_of(kind):
+        warn(f"{opened.snapshot.source}: {warning}")
+
+
+def _collect_no_garbage() -> None:
+    """Until the verb has ended: a snapshot is millions of objects, and none of them is garbage."""
+    context = click.get_current_context(silent=True)
+    if context is not None and gc.isenabled():
+        gc.disable()
+        context.call_on_close(gc.enable)
 
 
 @contextmanager
-def _pprof_said(data: Callable[[], bytes]) -> Iterator[None]:
+def _pprof_said(data: bytes) -> Iterator[None]:
     """What is no snapshot may be what `convert` made of one: then the error says that."""
     from gpumem_otel.errors import EncodeError, SnapshotError
 
@@ -132,20 +155,16 @@ def _pprof_said(data: Callable[[], bytes]) -> Iterator[None]:
     except SnapshotError as error:
         from gpumem_otel.core import pprof
 
+        if len(data) > _PPROF_BYTES:
+            raise
         try:
-            types = pprof.decode(data()).sample_types
-        except (EncodeError, OSError):
+            types = pprof.decode(data, max_bytes=_PPROF_TEXT_BYTES).sample_types
+        except (EncodeError, MemoryError):
             types = ()
         if not types:
             raise
         reason = "a pprof profile, not a snapshot: go tool pprof reads it"
         raise SnapshotError(error.source, reason) from None
-
-
-def _small(path: str) -> bytes:
-    """The bytes of a file that may be a profile; none where it is too large or no file."""
-    file = Path(path)
-    return file.read_bytes() if file.is_file() and file.stat().st_size <= _PPROF_BYTES else b""
 
 
 def namer_for(snapshot: Snapshot) -> FrameNamer:
@@ -171,68 +190,6 @@ def pick_devices(snapshot: Snapshot, device: int | None) -> tuple[int, ...]:
             param_hint="'--device'",
         )
     return (device,)
-
-
-def profiles_of(
-    snapshot: Snapshot, kind: ProfileKind, devices: tuple[int, ...], *, time_ns: int = 0
-) -> tuple[HeapProfile, ...]:
-    """One profile of this kind per device.
-
-    Raises:
-        CommandFailed: the snapshot holds no events, and the kind needs them.
-    """
-    from gpumem_otel.core import heap
-    from gpumem_otel.core.model import ProfileKind
-
-    namer = namer_for(snapshot)
-    if kind is ProfileKind.LIVE:
-        return tuple(
-            heap.live_profile(snapshot, device, namer=namer, time_ns=time_ns) for device in devices
-        )
-    with_events = [
-        device
-        for device in devices
-        if any(event.action == "alloc" for event in snapshot.events(device))
-    ]
-    if not with_events:
-        raise CommandFailed(
-            f"{snapshot.source}: holds no allocation events; record history "
-            "(torch.cuda.memory._record_memory_history()) to see what was allocated"
-        )
-    return tuple(
-        heap.allocated_profile(snapshot, device, namer=namer, time_ns=time_ns, duration_ns=0)
-        for device in with_events
-    )
-
-
-def window_profiles(
-    snapshot: Snapshot, window: RecordedWindow, devices: tuple[int, ...]
-) -> tuple[HeapProfile, ...]:
-    """What was allocated in a recorded window, scaled to the allocator's counters."""
-    from gpumem_otel.core import heap
-
-    first = {stats.device: stats for stats in window.before}
-    last = {stats.device: stats for stats in window.after}
-
-    def grown(device: int, field: str) -> int | None:
-        if device not in first or device not in last:
-            return None
-        # the job may have reset its counters
-        increase: int = getattr(last[device], field) - getattr(first[device], field)
-        return max(increase, 0)
-
-    return tuple(
-        heap.allocated_profile(
-            snapshot,
-            device,
-            namer=namer_for(snapshot),
-            requested_total_bytes=grown(device, "requested_allocation_bytes"),
-            objects_total=grown(device, "allocations"),
-            time_ns=window.time_ns,
-            duration_ns=round(window.seconds * 1e9),
-        )
-        for device in devices
-    )
 
 
 def print_json(value: object) -> None:
@@ -277,7 +234,7 @@ class _LateBar:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             TimeElapsedColumn(),
             console=Console(stderr=True),

@@ -1,19 +1,19 @@
-"""`gpumem-otel convert IN -o OUT`: a snapshot as pprof, folded stacks or JSON."""
+"""`gpumem-otel convert IN -o OUT`: a snapshot as pprof, folded stacks, speedscope or JSON."""
 
 from __future__ import annotations
 
 import json
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 import click
 
 from gpumem_otel.cli.common import (
-    load,
-    load_with_window,
+    keep_inputs,
+    open_source,
     pick_devices,
-    profiles_of,
     progress,
-    window_profiles,
+    warn_about,
     write_output,
 )
 
@@ -27,12 +27,16 @@ __all__ = ["command"]
 _EPILOG = """\b
 Examples:
   gpumem-otel convert snapshot.pickle -o live.pb.gz
+  gpumem-otel convert snapshot.pickle -o peak.pb.gz --kind peak
   gpumem-otel convert snapshot.pickle -o - --format folded | flamegraph.pl > live.svg
-  gpumem-otel convert snapshot.pickle -o made.pb.gz --kind allocated --device 0
+  gpumem-otel convert snapshot.pickle -o live.speedscope.json --format speedscope
 
 pprof is written gzipped; the same input gives the same bytes. Its samples carry the device as
-label "device". OUT is written whole or not at all. Of a recording, live is its last snapshot and
-allocated the last window in it (record --profiles live,allocated).
+label "device". OUT is written whole or not at all.
+
+Of a recording, live is its last snapshot, allocated the last window in it (record
+--profiles live,allocated), and peak the reading that held most. Sizes of allocated, and of peak
+in a snapshot file, are requested bytes: that is what a trace holds.
 """
 
 
@@ -41,16 +45,16 @@ allocated the last window in it (record --profiles live,allocated).
 @click.option("-o", "--output", required=True, metavar="OUT", help='File, or "-" for stdout.')
 @click.option(
     "--kind",
-    type=click.Choice(["live", "allocated"]),
+    type=click.Choice(["live", "allocated", "peak"]),
     default="live",
     show_default=True,
-    help="What is alive, or what the recorded events allocated.",
+    help="What is alive, what the recorded events allocated, or what was alive when most was.",
 )
 @click.option("--device", type=int, metavar="N", help="Only this device.")
 @click.option(
     "--format",
     "form",
-    type=click.Choice(["pprof", "folded", "json"]),
+    type=click.Choice(["pprof", "folded", "speedscope", "json"]),
     default="pprof",
     show_default=True,
 )
@@ -58,18 +62,16 @@ def command(source: str, output: str, kind: str, device: int | None, form: str) 
     """Turn the snapshot or recording IN into a profile."""
     from gpumem_otel.core.model import ProfileKind as Kind
 
-    allocated = Kind(kind) is Kind.ALLOCATED
-    snapshot, window = load_with_window(source) if allocated else (load(source), None)
-    devices = pick_devices(snapshot, device)
+    keep_inputs(output, source)
+    opened = open_source(source)
+    pick_devices(opened.snapshot, device)
     with progress(f"writing {output}"):
-        if window is not None:
-            profiles = window_profiles(snapshot, window, devices)
-        else:
-            profiles = profiles_of(snapshot, Kind(kind), devices)
-        write_output(output, _bytes(profiles, form, Kind(kind)))
+        profiles = opened.profiles(Kind(kind), device)
+        write_output(output, _bytes(profiles, form, Kind(kind), opened.snapshot.source))
+    warn_about(opened, Kind(kind))
 
 
-def _bytes(profiles: Sequence[HeapProfile], form: str, kind: ProfileKind) -> bytes:
+def _bytes(profiles: Sequence[HeapProfile], form: str, kind: ProfileKind, source: str) -> bytes:
     if form == "folded":
         from gpumem_otel.core import folded
 
@@ -79,6 +81,17 @@ def _bytes(profiles: Sequence[HeapProfile], form: str, kind: ProfileKind) -> byt
 
         forms = {"profiles": [folded.json_form(profile) for profile in profiles]}
         return (json.dumps(forms, indent=1) + "\n").encode()
+    if form == "speedscope":
+        from gpumem_otel._version import __version__
+        from gpumem_otel.core.speedscope import speedscope_form
+
+        found = speedscope_form(
+            profiles,
+            name=PurePath(source).name,
+            exporter=f"gpumem-otel@{__version__}",
+            kind=kind,
+        )
+        return (json.dumps(found, separators=(",", ":")) + "\n").encode()
     from gpumem_otel.core import pprof
 
     return pprof.gzip_bytes(pprof.encode(profiles, device_labels={}, kind=kind))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +18,7 @@ from gpumem_otel._version import __version__
 from gpumem_otel.errors import ConfigError, GpumemError, SnapshotError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 __all__ = ["VERBS", "Verb", "cli", "main"]
 
@@ -39,9 +39,16 @@ VERBS: tuple[Verb, ...] = (
     Verb("record", "record", "Run a training command and record its GPU memory to a file."),
     Verb("stats", "stats", "Print what a snapshot or recording says about each device."),
     Verb("top", "top", "Print what holds the memory, by stack, function or file."),
-    Verb("convert", "convert", "Turn a snapshot into pprof, folded stacks or JSON."),
+    Verb("segments", "segments", "Draw each segment with its blocks."),
+    Verb("trace", "trace", "Print the recorded events, filtered."),
+    Verb("compare", "compare", "Print what changed between two snapshots."),
+    Verb("flamegraph", "flamegraph", "Write a page with flame graphs of a snapshot, or of two."),
+    Verb("timeline", "timeline", "Write a page with the memory over time."),
+    Verb("convert", "convert", "Turn a snapshot into pprof, folded stacks, speedscope or JSON."),
+    Verb("dump", "dump", "Turn a recording into a snapshot pickle that memory_viz reads."),
     Verb("push", "push", "Send a snapshot, recording or pprof file to Pyroscope."),
     Verb("sd", "sd", "Print Prometheus targets of the jobs on this machine (file_sd)."),
+    Verb("cost", "cost", "Print what a job of this size costs in series and bytes."),
     Verb("doctor", "doctor", "Say what works here, and what to do about what does not."),
 )
 
@@ -95,8 +102,10 @@ def cli() -> None:
 
 def _say(message: str) -> None:
     """One line on stderr, whatever the message holds; a closed stderr is nobody's fault."""
+    from gpumem_otel.core.text import printable
+
     with suppress(OSError):
-        click.echo(f"{PROGRAM}: error: {' '.join(message.split())}", err=True)
+        click.echo(f"{PROGRAM}: error: {printable(' '.join(message.split()))}", err=True)
 
 
 def _forget_stdout() -> None:
@@ -116,6 +125,22 @@ def _usage_line(error: click.UsageError) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    with _somewhere_to_write():
+        return _run(arguments)
+
+
+@contextmanager
+def _somewhere_to_write() -> Iterator[None]:
+    """A stream that the caller has closed is None in Python: what is written there is lost."""
+    with open(os.devnull, "w", encoding="utf-8") as nowhere, ExitStack() as lent:  # noqa: PTH123
+        if sys.stdout is None:
+            lent.enter_context(redirect_stdout(nowhere))
+        if sys.stderr is None:
+            lent.enter_context(redirect_stderr(nowhere))
+        yield
+
+
+def _run(arguments: list[str]) -> int:
     try:
         with cli.make_context(PROGRAM, arguments) as context:
             result = cli.invoke(context)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from gpumem_otel.cli.common import (
-    STDIN_NAME,
     CommandFailed,
     environ,
+    name_of,
     namer_for,
     pick_devices,
     progress,
@@ -127,7 +127,7 @@ def _pairs(tags: tuple[str, ...]) -> dict[str, str]:
 
 def _parcels(source: str, device: int | None, config: Config) -> list[_Parcel]:
     data = read_bytes(source)
-    name = STDIN_NAME if source == "-" else source
+    name = name_of(source)
     with progress(f"reading {name}"):
         parcel = _pprof_parcel(data)
         if parcel is not None:

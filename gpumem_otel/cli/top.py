@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import load, pick_devices, print_json, profiles_of, progress, warn
+from gpumem_otel.cli.common import ROWS, open_source, pick_devices, print_json, progress, warn_about
 
 if TYPE_CHECKING:
-    from gpumem_otel.core.model import Frame, HeapProfile, Stack
+    from gpumem_otel.core.labels import Label
+    from gpumem_otel.core.model import HeapProfile
     from gpumem_otel.core.text import TopRow
 
 __all__ = ["command"]
@@ -18,25 +19,35 @@ _EPILOG = """\b
 Examples:
   gpumem-otel top snapshot.pickle
   gpumem-otel top -n 5 --by function snapshot.pickle
+  gpumem-otel top --kind peak --by line snapshot.pickle
   gpumem-otel top --by file --json run.gpumem
 """
 
 
-_ENDS = 2
-"""With so few frames shown, only the ends are."""
+_LABELS: dict[str, Label] = {
+    "pool": "pool",
+    "compile-context": "compile_context",
+    "annotation": "annotation",
+}
+"""Ways to sum up by what an allocation carries beside its stack."""
 
 
 @click.command("top", epilog=_EPILOG, short_help="Print what holds the memory.")
 @click.argument("source", metavar="IN")
-@click.option(
-    "-n", "--number", type=click.IntRange(1), default=10, show_default=True, help="Rows a device."
-)
+@click.option("-n", "--number", type=ROWS, default=10, show_default=True, help="Rows a device.")
 @click.option(
     "--by",
-    type=click.Choice(["stack", "function", "file"]),
+    type=click.Choice(["stack", "function", "file", "line", *_LABELS]),
     default="stack",
     show_default=True,
-    help="function and file: self was allocated right there, total by what it called too.",
+    help="function, file, line: self was allocated right there, total by what it called too.",
+)
+@click.option(
+    "--kind",
+    type=click.Choice(["live", "allocated", "peak"]),
+    default="live",
+    show_default=True,
+    help="What is alive, what the recorded events allocated, or what was alive at their peak.",
 )
 @click.option(
     "--frames",
@@ -48,35 +59,47 @@ _ENDS = 2
 @click.option("--device", type=int, metavar="N", help="Only this device.")
 @click.option("--json", "as_json", is_flag=True, help="Bytes and whole stacks as JSON.")
 def command(
-    source: str, number: int, by: str, frames: int, device: int | None, *, as_json: bool
+    source: str,
+    *,
+    number: int,
+    by: str,
+    kind: str,
+    frames: int,
+    device: int | None,
+    as_json: bool,
 ) -> None:
-    """Print what holds the memory in the snapshot or recording IN, largest first."""
+    """Print what holds the memory in the snapshot or recording IN, largest first.
+
+    Sizes of live memory are the allocator's, rounded; those out of a trace are as requested. Of a
+    recording, live is its last reading, peak the one that held most, and allocated is of its last
+    window of events.
+    """
     from gpumem_otel.core.model import ProfileKind
     from gpumem_otel.core.text import top_rows, top_table
 
-    snapshot = load(source)
-    devices = pick_devices(snapshot, device)
+    opened, chosen = open_source(source), ProfileKind(kind)
+    pick_devices(opened.snapshot, device)
     with progress("adding up"):
-        profiles = profiles_of(snapshot, ProfileKind.LIVE, devices)
+        profiles = opened.profiles(chosen, device, label=_LABELS.get(by))
+    key = _LABELS.get(by, by)
     if as_json:
         print_json(
             {
                 "devices": [
-                    _form(profile, top_rows(profile, by), by, number) for profile in profiles
+                    _form(profile, top_rows(profile, key), by, number) for profile in profiles
                 ],
-                "warnings": list(snapshot.warnings),
+                "warnings": list(opened.warnings_of(chosen)),
             }
         )
         return
-    for warning in snapshot.warnings:
-        warn(f"{snapshot.source}: {warning}")
+    warn_about(opened, chosen)
     if not profiles:
-        click.echo(f"{snapshot.source}: no memory of any device")
+        click.echo(f"{opened.snapshot.source}: no memory of any device")
     for profile in profiles:
         if by == "stack":
             _print_stacks(profile, top_rows(profile, by), number, frames)
         else:
-            click.echo(top_table(profile, by, number), nl=False)
+            click.echo(top_table(profile, key, number), nl=False)
 
 
 def _form(profile: HeapProfile, rows: list[TopRow], by: str, number: int) -> dict[str, object]:
@@ -84,6 +107,7 @@ def _form(profile: HeapProfile, rows: list[TopRow], by: str, number: int) -> dic
     return {
         "device": profile.device,
         "by": by,
+        "kind": profile.kind.value,
         "total_bytes": profile.total_bytes,
         "total_objects": profile.total_objects,
         "rows": [_row_form(row) for row in shown],
@@ -111,26 +135,20 @@ def _row_form(row: TopRow) -> dict[str, object]:
 
 
 def _print_stacks(profile: HeapProfile, rows: list[TopRow], number: int, frames: int) -> None:
-    from gpumem_otel.core.text import human_bytes, percent, stack_lines
+    from gpumem_otel.core.stack_text import short_stack
+    from gpumem_otel.core.text import human_bytes, percent
 
     total = profile.total_bytes
     click.echo(
-        f"device {profile.device}: {human_bytes(total)} in {profile.total_objects:,} allocations, "
+        f"{_title(profile)}: {human_bytes(total)} in {profile.total_objects:,} allocations, "
         f"{len(rows):,} stacks"
     )
     for row in rows[:number]:
         numbers = f"{human_bytes(row.self_bytes):>10} {percent(row.self_bytes, total):>6}"
         lead = f"{numbers} {row.objects:>7,}x  "
-        following = 0
-        for index in _shown(row.stack, frames):
-            if index > following:
-                click.echo(f"{lead}{_more(index - following, 'frame')}")
-                lead = " " * len(lead)
-            click.echo(f"{lead}{stack_lines(row.stack[index : index + 1])[0]}")
+        for line in short_stack(row.stack, frames):
+            click.echo(f"{lead}{line}")
             lead = " " * len(lead)
-            following = index + 1
-        if len(row.stack) > following:
-            click.echo(f"{lead}{_more(len(row.stack) - following, 'frame')}")
     rest = rows[number:]
     if rest:
         size = sum(row.self_bytes for row in rest)
@@ -140,28 +158,10 @@ def _print_stacks(profile: HeapProfile, rows: list[TopRow], number: int, frames:
         )
 
 
-def _more(count: int, what: str) -> str:
-    return f"... {count:,} more {what}{'' if count == 1 else 's'}"
+def _title(profile: HeapProfile) -> str:
+    from gpumem_otel.core.model import ProfileKind, Sizes
 
-
-def _shown(stack: Stack, number: int) -> list[int]:
-    """Which frames of a stack tell most: the ends, and the first that is not torch's own."""
-    if len(stack) <= number:
-        return list(range(len(stack)))
-    outer = min(2, number // 2)
-    shown = set(range(len(stack) - outer, len(stack)))
-    own = next((i for i, frame in enumerate(stack) if not _is_torch(frame)), None)
-    if own is not None and number > _ENDS:
-        shown.add(own)
-    for index in range(len(stack)):
-        if len(shown) == number:
-            break
-        shown.add(index)
-    return sorted(shown)
-
-
-def _is_torch(frame: Frame) -> bool:
-    """Whether a frame is of torch, or of no Python file."""
-    parts = frame.filename.replace("\\", "/").split("/")
-    inside = "torch" in parts[:-1] or frame.name.startswith("torch.")
-    return inside or not frame.filename.endswith(".py")
+    if profile.kind is ProfileKind.LIVE:
+        return f"device {profile.device}"
+    units = " (requested bytes)" if profile.sizes is Sizes.REQUESTED else ""
+    return f"device {profile.device}, {profile.kind.value}{units}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import zlib
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Final
@@ -25,6 +26,8 @@ _MAX_BYTES = 8 << 30
 _HEAD_BYTES = 64 << 10
 _CHUNK_BYTES = 1 << 20
 _GZIP = b"\x1f\x8b"
+_PPROF = b"\x0a"
+"""A message begins with its first field, of bytes: the sample types."""
 _GZIP_LAYERS = 2
 
 # Real files shrink to between a fifth and a sixtieth, zeros to a thousandth.
@@ -55,11 +58,18 @@ class Recording:
     data: bytes
 
 
-def read_all(path: str | os.PathLike[str] | BinaryIO, name: str | None) -> tuple[bytes, str]:
+def read_all(
+    path: str | os.PathLike[str] | BinaryIO, name: str | None, *, pprof: bool = False
+) -> tuple[bytes, str]:
     """The bytes of a file, and what to call it.
 
     The first bytes must look like something we know before the rest is read, so that /dev/zero
     or the wrong file of 100 GB costs nothing.
+
+    Args:
+        path: file name, or a file open for reading bytes.
+        name: what to call it.
+        pprof: a plain pprof profile is let through too.
 
     Raises:
         SnapshotError: it can not be read, or is no snapshot.
@@ -68,23 +78,27 @@ def read_all(path: str | os.PathLike[str] | BinaryIO, name: str | None) -> tuple
         source = name or os.fspath(path)
         try:
             with open(path, "rb") as file:  # noqa: PTH123 (a name, or anything that has one)
-                return _read(file, source), source
+                return _read(file, source, pprof=pprof), source
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise SnapshotError(source, reason[:1].lower() + reason[1:]) from None
     source = name or str(getattr(path, "name", "<stream>"))
     try:
-        return _read(path, source), source
+        return _read(path, source, pprof=pprof), source
     except (OSError, ValueError) as error:
         raise SnapshotError(source, str(error) or type(error).__name__) from None
 
 
-def _read(file: BinaryIO, source: str) -> bytes:
+def _read(file: BinaryIO, source: str, *, pprof: bool) -> bytes:
     try:
         head = file.read(_HEAD_BYTES)
         if not isinstance(head, bytes):
             raise SnapshotError(source, "opened as text, it has to be opened for reading bytes")
-        _refuse_stranger(head, source)
+        if not (pprof and head.startswith(_PPROF)):
+            _refuse_stranger(head, source)
+        if _is_whole(file, head):
+            file.seek(0)
+            return file.read()  # without a copy
         # in pieces: read(n) would take memory for n bytes at once
         pieces = [head]
         size = len(head)
@@ -96,6 +110,19 @@ def _read(file: BinaryIO, source: str) -> bytes:
         return b"".join(pieces)
     except MemoryError:
         raise SnapshotError(source, "it does not fit into memory") from None
+
+
+def _is_whole(file: BinaryIO, head: bytes) -> bool:
+    """Whether it is a file on disk, read from its beginning, of a size that may be read at once."""
+    try:
+        about = os.fstat(file.fileno())
+        return (
+            stat.S_ISREG(about.st_mode)
+            and file.tell() == len(head)
+            and len(head) < about.st_size <= _MAX_BYTES
+        )
+    except (OSError, AttributeError):
+        return False
 
 
 def decode(data: bytes, source: str) -> tuple[object, int]:

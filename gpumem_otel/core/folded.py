@@ -11,8 +11,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from gpumem_otel.core.model import ProfileKind
-
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -75,7 +73,7 @@ def json_form(profile: HeapProfile) -> dict[str, Any]:
         "device": profile.device,
         "time_ns": profile.time_ns,
         "duration_ns": profile.duration_ns,
-        "sizes": "requested" if profile.kind is ProfileKind.ALLOCATED else "allocated",
+        "sizes": profile.sizes.value,
         "total_bytes": profile.total_bytes,
         "total_objects": profile.total_objects,
         "comments": list(profile.comments),

@@ -11,10 +11,10 @@ that wrong name; a Python function whose file is called `x.cpp` is taken for C++
 from __future__ import annotations
 
 import re
-import zlib
 from typing import TYPE_CHECKING
 
 from gpumem_otel.core.model import Frame, Stack
+from gpumem_otel.core.rawform import Reader, text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -132,7 +132,6 @@ _NATIVE_FILE = re.compile(
 )
 
 _MAX_LINE = 2**63 - 1
-_MAX_NAME = 4096
 _PYTHON = 1
 _ENGINE = 2
 
@@ -229,6 +228,7 @@ class StackBuilder:
         self._by_id: dict[int, tuple[AnyFrame, Frame | None, int]] = {}
         self._by_value: dict[tuple[str, str, int], tuple[Frame | None, int]] = {}
         self._roots: dict[str, Stack] = {}
+        self._text = Reader().text
 
     def build(self, raw_frames: Sequence[AnyFrame]) -> Stack:
         """The stack to show, leaf first; () only for ().
@@ -256,15 +256,16 @@ class StackBuilder:
         """The stack of memory that has none: one frame with this name."""
         stack = self._roots.get(name)
         if stack is None:
-            stack = self._roots[name] = (Frame(_clean(name) or UNNAMED),)
+            stack = self._roots[name] = (Frame(text(name) or UNNAMED),)
         return stack
 
     def _look_at(self, raw: AnyFrame) -> tuple[Frame | None, int]:
+        # cut before anything searches them: a long name may be that of a hundred thousand frames
         if isinstance(raw, Frame):
-            name, filename, line = raw.name, raw.filename, raw.line
+            name, filename, line = self._text(raw.name), self._text(raw.filename), raw.line
         else:
-            name = _text(raw.get("name"))
-            filename = _text(raw.get("filename"))
+            name = self._text(raw.get("name"))
+            filename = self._text(raw.get("filename"))
             line = _line(raw.get("line"))
         key = (name, filename, line)
         entry = self._by_value.get(key)
@@ -275,13 +276,13 @@ class StackBuilder:
     def _name(self, name: str, filename: str, line: int) -> tuple[Frame | None, int]:
         shown = basename(filename) if self._basenames else filename
         if self._resolved:
-            return Frame(_short(_clean(name)) or UNNAMED, _clean(shown), _line(line)), 0
+            return Frame(name or UNNAMED, shown, _line(line)), 0
         python = is_python(name, filename)
         kind = _PYTHON if python else _ENGINE if name.startswith(_ENGINE_STARTS) else 0
         if why_dropped(name, filename):
             return None, kind
         final = self._namer(name or UNNAMED, filename, line) if python else name
-        return Frame(_short(_clean(final)) or UNNAMED, _clean(shown), _line(line)), kind
+        return Frame(text(final) or UNNAMED, shown, _line(line)), kind
 
     def _cut(self, frames: list[Frame]) -> Stack:
         limit = self._max_depth
@@ -302,28 +303,8 @@ def build_stack(raw_frames: Sequence[AnyFrame], namer: FrameNamer, max_depth: in
     return StackBuilder(namer, max_depth).build(raw_frames)
 
 
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else ""
-
-
 def _line(value: object) -> int:
     # 2**64 - 1 occurs in real files; the wire format has signed 64-bit lines
     if isinstance(value, int) and 0 <= value <= _MAX_LINE:
         return int(value)
     return 0
-
-
-def _clean(text: str) -> str:
-    """The text, so that encoding it as UTF-8 can not fail."""
-    if text.isascii():
-        return text
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
-def _short(name: str) -> str:
-    """The name, or of a very long one both ends and a checksum that keeps it unique."""
-    if len(name) <= _MAX_NAME:
-        return name
-    mark = f"[...{zlib.crc32(name.encode()):08x}...]"
-    half = (_MAX_NAME - len(mark)) // 2
-    return name[:half] + mark + name[-half:]

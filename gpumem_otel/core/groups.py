@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.core.rawform import frames_of
+from gpumem_otel.core.stacktable import StackTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -77,7 +78,7 @@ class Grouper:
             address_key: `address` of blocks, `addr` of events.
             pause: called every 32 entries.
             trusted: frames hold no more than text and numbers, as torch's do. A stranger's may
-                hold nests that take for ever to compare, and stacks made to look alike.
+                hold nests that take for ever to compare: those go through a `StackTable`.
         """
         self.groups: list[list[Any]] = []
         self.bare: list[Any] = []
@@ -86,6 +87,7 @@ class Grouper:
         self._alike: dict[tuple[int, int, int], list[list[Any]]] = {}
         self._exact: dict[tuple[int, ...], list[Any]] = {}
         self._trusted = trusted
+        self._table = StackTable()
         self._count = 0
 
     def add(self, entries: Iterable[Any]) -> None:
@@ -108,7 +110,7 @@ class Grouper:
                 else:
                     group = self._new(frames, entry, key)
             else:
-                group = self._exactly(frames, entry)
+                group = self._of_stranger(frames, entry)
             group[1] += 1
             group[2] += entry.get("size") or 0
         self._count = count
@@ -120,6 +122,13 @@ class Grouper:
         group = [frames, 0, 0, entry.get(self._address_key)]
         bucket.append(group)
         self.groups.append(group)
+        return group
+
+    def _of_stranger(self, frames: Sequence[RawFrame], entry: Any) -> list[Any]:
+        number = self._table.index(frames) - 1  # 0 is the empty stack
+        if number == len(self.groups):
+            self.groups.append([frames, 0, 0, entry.get(self._address_key)])
+        group: list[Any] = self.groups[number]
         return group
 
     def _exactly(self, frames: Sequence[RawFrame], entry: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from gpumem_otel.core.frames import (
     with_basename_paths,
 )
 from gpumem_otel.core.labels import labeller
-from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind
+from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sizes
 from gpumem_otel.core.sums import add, order_key, samples_of, scale, sum_up
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DiffEntry",
+    "alike",
     "allocated_profile",
     "apply_budget",
     "builder_for",
@@ -52,6 +53,7 @@ _BYTES_COUNTER = "requested_bytes.all.allocated"
 _OBJECTS_COUNTER = "allocation.all.allocated"
 _BLOCKS_PER_PAUSE = 32
 _REQUESTED = "sizes are requested bytes, before the allocator rounds them"
+"""Comment of a profile whose sizes are not those of the allocator's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,14 @@ class DiffEntry:
 
 def builder_for(snapshot: Snapshot, namer: FrameNamer, max_depth: int = 512) -> StackBuilder:
     """The stack builder for a snapshot, which leaves names alone where they are final."""
+    key = (namer, max_depth)
+    found = snapshot.builders.get(key)
+    if found is not None:
+        return found
     if snapshot.resolved:
         namer = with_basename_paths(identity_namer) if redacts_paths(namer) else identity_namer
-    return StackBuilder(namer, max_depth, resolved=snapshot.resolved)
+    found = snapshot.builders[key] = StackBuilder(namer, max_depth, resolved=snapshot.resolved)
+    return found
 
 
 def stackless_root(has_event: bool) -> str:
@@ -207,7 +214,13 @@ def allocated_profile(
         object_comment,
     )
     return HeapProfile(
-        ProfileKind.ALLOCATED, device, samples_of(scaled, pause), time_ns, duration_ns, comments
+        ProfileKind.ALLOCATED,
+        device,
+        samples_of(scaled, pause),
+        time_ns,
+        duration_ns,
+        comments,
+        Sizes.REQUESTED,
     )
 
 
@@ -277,6 +290,7 @@ def replayed_profile(
         samples_of(sums),
         time_ns or max(replay.time_us[at], 0) * 1000,
         comments=(_REQUESTED, where),
+        sizes=Sizes.REQUESTED,
     )
 
 
@@ -293,7 +307,8 @@ def _replayed(
     sizes = replay.block_bytes if blocks else replay.size_bytes
     stacks, traced = replay.stack, replay.traced
     for index in indexes:
-        key = (stacks[index], index in traced, () if labels is None else labels(index))
+        # what is older than the trace was not recorded; what came after it is where it had been
+        key = (stacks[index], index >= traced.start, () if labels is None else labels(index))
         entry = by_index.get(key)
         if entry is None:
             entry = by_index[key] = [0, 0]
@@ -336,7 +351,7 @@ def merge(profiles: Iterable[HeapProfile]) -> HeapProfile:
     so the profiles are taken to be of the same moment or interval.
 
     Raises:
-        ValueError: no profile, or profiles of several kinds.
+        ValueError: no profile, or profiles of several kinds or sizes.
     """
     parts = list(profiles)
     if not parts:
@@ -344,6 +359,7 @@ def merge(profiles: Iterable[HeapProfile]) -> HeapProfile:
     kind = parts[0].kind
     if any(part.kind is not kind for part in parts):
         raise ValueError("profiles of different kinds do not add up")
+    sizes = alike(parts)
     devices = {part.device for part in parts}
     return HeapProfile(
         kind,
@@ -352,14 +368,34 @@ def merge(profiles: Iterable[HeapProfile]) -> HeapProfile:
         max(part.time_ns for part in parts),
         max(part.duration_ns for part in parts),
         tuple(sorted({comment for part in parts for comment in part.comments})),
+        sizes,
     )
+
+
+def alike(profiles: Iterable[HeapProfile]) -> Sizes:
+    """What the bytes of all the profiles are; empty ones go with any.
+
+    Raises:
+        ValueError: some are requested bytes, some those of the allocator.
+    """
+    parts = list(profiles)
+    found = {part.sizes for part in parts if part.samples} or {part.sizes for part in parts}
+    if len(found) > 1:
+        raise ValueError(
+            "requested bytes (of a trace) and bytes of the allocator's blocks do not compare"
+        )
+    return found.pop()
 
 
 def diff(before: HeapProfile, after: HeapProfile) -> tuple[DiffEntry, ...]:
     """What changed from one profile to another, the largest change first; () where nothing did.
 
     The entries add up to the difference of the totals.
+
+    Raises:
+        ValueError: one is in requested bytes, the other in those of the allocator.
     """
+    alike((before, after))
     changes = sum_up(after.samples)
     for sample in before.samples:
         add(changes, (sample.frames, sample.labels), -sample.objects, -sample.size_bytes)

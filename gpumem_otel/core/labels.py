@@ -25,6 +25,7 @@ LABELS: tuple[str, ...] = get_args(Label)
 _NONE = "[none]"
 _UNKNOWN = "[unknown]"
 _BEFORE = "[before the trace]"
+_AFTER = "[after the trace]"
 
 
 def pool_name(pool: tuple[int, int] | None) -> str:
@@ -43,23 +44,26 @@ def labeller(snapshot: Snapshot, replay: Replay, label: Label) -> Callable[[int]
     if label == "pool":
         pools = [((label, pool_name(pool)),) for pool in replay.pools]
         return lambda index: pools[replay.pool[index]]
-    before: Labels = ((label, _BEFORE),)
     traced = replay.traced
+
+    def outside(index: int) -> Labels:
+        return ((label, _BEFORE if index < traced.start else _AFTER),)
+
     if label == "compile_context":
         contexts = [((label, context or _NONE),) for context in replay.contexts]
-        return lambda index: contexts[replay.context[index]] if index in traced else before
+        return lambda index: contexts[replay.context[index]] if index in traced else outside(index)
     if label != "annotation":
         raise ValueError(f"label {label!r}: not one of {', '.join(LABELS)}")
-    spans = Spans(snapshot.annotations, replay.device)
+    spans = Spans(snapshot.annotations_of(replay.device))
     unknown: Labels = ((label, _UNKNOWN),)
 
     def annotation(index: int) -> Labels:
         if index not in traced:
-            return before
+            return outside(index)
         time_us = replay.time_us[replay.born[index]]
         if time_us < 0:
             return unknown
-        names = spans.at(time_us)
-        return ((label, names[-1] if names else _NONE),)
+        name = spans.innermost(time_us)
+        return ((label, _NONE if name is None else name),)
 
     return annotation

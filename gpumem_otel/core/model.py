@@ -27,6 +27,7 @@ __all__ = [
     "ProfileKind",
     "Sample",
     "Segment",
+    "Sizes",
     "SourceStatus",
     "Stack",
     "StepStats",
@@ -141,6 +142,15 @@ class ProfileKind(str, Enum):
     PINNED = "pinned"
 
 
+class Sizes(str, Enum):
+    """What the bytes of a profile are; bytes of the two kinds do not add up."""
+
+    ALLOCATED = "allocated"
+    """Of the allocator's blocks, its rounding included."""
+    REQUESTED = "requested"
+    """As asked for: that is what a trace holds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """One distinct stack and what it holds.
@@ -164,6 +174,7 @@ class HeapProfile:
         time_ns: moment of the reading, nanoseconds since 1970.
         duration_ns: 0 for a state, the interval for a delta.
         comments: sentences about the profile as a whole, written into the pprof's comments.
+        sizes: what its bytes are.
     """
 
     kind: ProfileKind
@@ -172,6 +183,7 @@ class HeapProfile:
     time_ns: int = 0
     duration_ns: int = 0
     comments: tuple[str, ...] = ()
+    sizes: Sizes = Sizes.ALLOCATED
 
     @property
     def total_bytes(self) -> int:

@@ -7,13 +7,14 @@ first entry that is wrong is looked for only to name it.
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from operator import countOf
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpumem_otel.core.rawform import ROOT_KEYS, state_of
 from gpumem_otel.errors import SnapshotError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from gpumem_otel.core.rawform import RawEvent, RawSegment
 
@@ -33,7 +34,9 @@ _KNOWN_STATES = frozenset(
 # A stack that is shared costs nothing in a file and its full length each time it is walked. Real
 # files hold each stack about once, so that no frame of it takes less than two bytes there.
 _FRAMES_PER_BYTE = 4
-_FRAMES_FLOOR = 10_000_000
+_FRAMES_FLOOR = 1_000_000
+
+_PIECE = 1024
 
 _Kinds = frozenset[type]
 
@@ -45,6 +48,13 @@ _LIST: _Kinds = frozenset({list, tuple})
 _MAYBE_LIST: _Kinds = frozenset({list, tuple, type(None)})
 _DICT: _Kinds = frozenset({dict})
 _MAYBE_DICT: _Kinds = frozenset({dict, type(None)})
+
+
+class _What(NamedTuple):
+    """What the entries are, for messages, and the number of the first of them."""
+
+    name: str
+    first: int = 0
 
 
 class _Wrong(Exception):  # noqa: N818 (internal: leaves this module as a SnapshotError)
@@ -77,8 +87,7 @@ def _check(raw: object, most_frames: int) -> None:
         raise _Wrong("it has neither 'segments' nor 'device_traces'")
     stacks: list[Sequence[Any]] = []
     _check_segments(_list_of_dicts(raw, "segments"), stacks)
-    _check_traces(raw, stacks)
-    _check_stacks(stacks, most_frames)
+    _check_traces(raw, most_frames - _check_stacks(stacks, most_frames))
     _list_of_dicts(raw, "external_annotations")
     settings = raw.get("allocator_settings")
     if type(settings) not in _MAYBE_DICT:
@@ -86,11 +95,11 @@ def _check(raw: object, most_frames: int) -> None:
 
 
 def _check_segments(segments: Sequence[dict[str, Any]], stacks: list[Sequence[Any]]) -> None:
-    _kinds(segments, "device", _INT, "segment")
-    _kinds(segments, "blocks", _LIST, "segment")
-    _kinds(segments, "frames", _MAYBE_LIST, "segment")
-    _kinds(segments, "segment_pool_id", _MAYBE_LIST, "segment")
-    _sizes(segments, "total_size", _MAYBE_INT, "segment")
+    _kinds(segments, "device", _INT, _What("segment"))
+    _kinds(segments, "blocks", _LIST, _What("segment"))
+    _kinds(segments, "frames", _MAYBE_LIST, _What("segment"))
+    _kinds(segments, "segment_pool_id", _MAYBE_LIST, _What("segment"))
+    _sizes(segments, "total_size", _MAYBE_INT, _What("segment"))
     if any(not 0 <= segment["device"] < _MAX_DEVICES for segment in segments):
         raise _Wrong(f"a device that is not between 0 and {_MAX_DEVICES - 1}")
     pools = [pool for segment in segments if (pool := segment.get("segment_pool_id")) is not None]
@@ -101,22 +110,22 @@ def _check_segments(segments: Sequence[dict[str, Any]], stacks: list[Sequence[An
     lists = [segment["blocks"] for segment in segments]
     _distinct(lists, "two segments have the same list of blocks")
     blocks = list(chain.from_iterable(lists))
-    _all_dicts(blocks, "block")
-    _sizes(blocks, "size", _INT, "block")
-    _sizes(blocks, "requested_size", _MAYBE_INT, "block")
-    _kinds(blocks, "state", _TEXT, "block")
-    _addresses(blocks, "address", "block")
-    _kinds(blocks, "frames", _MAYBE_LIST, "block")
-    _kinds(blocks, "history", _MAYBE_LIST, "block")
+    _all_dicts(blocks, _What("block"))
+    _sizes(blocks, "size", _INT, _What("block"))
+    _sizes(blocks, "requested_size", _MAYBE_INT, _What("block"))
+    _kinds(blocks, "state", _TEXT, _What("block"))
+    _addresses(blocks, "address", _What("block"))
+    _kinds(blocks, "frames", _MAYBE_LIST, _What("block"))
+    _kinds(blocks, "history", _MAYBE_LIST, _What("block"))
     stacks += [frames for entry in chain(segments, blocks) if (frames := entry.get("frames"))]
     present = [history[0] for block in blocks if (history := block.get("history"))]
-    _all_dicts(present, "history entry")
-    _sizes(present, "real_size", _MAYBE_INT, "history entry")
-    _kinds(present, "frames", _MAYBE_LIST, "history entry")
+    _all_dicts(present, _What("history entry"))
+    _sizes(present, "real_size", _MAYBE_INT, _What("history entry"))
+    _kinds(present, "frames", _MAYBE_LIST, _What("history entry"))
     stacks += [frames for entry in present if (frames := entry.get("frames"))]
 
 
-def _check_traces(raw: dict[str, Any], stacks: list[Sequence[Any]]) -> None:
+def _check_traces(raw: dict[str, Any], most_frames: int) -> None:
     traces = raw.get("device_traces")
     if traces is None:
         return
@@ -128,22 +137,33 @@ def _check_traces(raw: dict[str, Any], stacks: list[Sequence[Any]]) -> None:
         if type(trace) not in _LIST:
             raise _Wrong(f"a trace is a {type(trace).__name__}")
     _distinct(traces, "two devices have the same trace")
-    events = list(chain.from_iterable(traces))
-    _all_dicts(events, "event")
-    _kinds(events, "action", _MAYBE_TEXT, "event")
-    _sizes(events, "size", _MAYBE_INT, "event")
-    _addresses(events, "addr", "event")
-    _kinds(events, "time_us", _MAYBE_INT, "event")
-    _kinds(events, "device_free", _MAYBE_INT, "event")
-    _kinds(events, "frames", _MAYBE_LIST, "event")
-    stacks += [frames for event in events if (frames := event.get("frames"))]
+    frames = size_bytes = 0
+    for events, what in _pieces(traces):
+        _all_dicts(events, what)
+        _kinds(events, "action", _MAYBE_TEXT, what)
+        size_bytes = _sizes(events, "size", _MAYBE_INT, what, size_bytes)
+        _addresses(events, "addr", what)
+        _kinds(events, "time_us", _MAYBE_INT, what)
+        _kinds(events, "device_free", _MAYBE_INT, what)
+        stacks = list(filter(None, _kinds(events, "frames", _MAYBE_LIST, what)))
+        frames += _check_stacks(stacks, most_frames - frames)
 
 
-def _check_stacks(stacks: Sequence[Sequence[Any]], most_frames: int) -> None:
-    if sum(map(len, stacks)) > most_frames:
+def _pieces(traces: Sequence[Sequence[Any]]) -> Iterator[tuple[Sequence[Any], _What]]:
+    """All events, in pieces that the processor's cache holds while their columns are checked."""
+    for trace in traces:
+        for start in range(0, len(trace), _PIECE):
+            yield trace[start : start + _PIECE], _What("event", start)
+
+
+def _check_stacks(stacks: Sequence[Sequence[Any]], most_frames: int) -> int:
+    """How many frames the stacks have."""
+    frames = sum(map(len, stacks))
+    if frames > most_frames:
         raise _Wrong("its stacks are longer than its size allows")
-    if not set(map(type, chain.from_iterable(stacks))) <= _DICT:
+    if countOf(map(type, chain.from_iterable(stacks)), dict) != frames:
         raise _Wrong("a frame that is no dict")
+    return frames
 
 
 def _list_of_dicts(raw: dict[str, Any], key: str) -> Sequence[dict[str, Any]]:
@@ -152,40 +172,45 @@ def _list_of_dicts(raw: dict[str, Any], key: str) -> Sequence[dict[str, Any]]:
         return ()
     if type(found) not in _LIST:
         raise _Wrong(f"{key} is a {type(found).__name__}")
-    _all_dicts(found, f"entry of {key}")
+    _all_dicts(found, _What(f"entry of {key}"))
     return found
 
 
-def _all_dicts(entries: Sequence[object], what: str) -> None:
-    if not set(map(type, entries)) <= _DICT:
-        for number, entry in enumerate(entries):
+def _all_dicts(entries: Sequence[object], what: _What) -> None:
+    if countOf(map(type, entries), dict) != len(entries):
+        for number, entry in enumerate(entries, what.first):
             if type(entry) is not dict:
-                raise _Wrong(f"{what} {number} is a {type(entry).__name__}")
+                raise _Wrong(f"{what.name} {number} is a {type(entry).__name__}")
 
 
-def _kinds(entries: Sequence[dict[str, Any]], key: str, kinds: _Kinds, what: str) -> None:
-    if {type(entry.get(key)) for entry in entries}.issubset(kinds):
-        return
-    for number, entry in enumerate(entries):
-        if type(entry.get(key)) not in kinds:
-            wrong = f"a {type(entry[key]).__name__}" if key in entry else "missing"
-            raise _Wrong(f"{key} of {what} {number} is {wrong}")
+def _kinds(entries: Sequence[dict[str, Any]], key: str, kinds: _Kinds, what: _What) -> list[Any]:
+    """The values of a key, None where it is missing."""
+    values = [entry.get(key) for entry in entries]
+    if not set(map(type, values)) <= kinds:
+        for number, entry in enumerate(entries, what.first):
+            if type(entry.get(key)) not in kinds:
+                wrong = f"a {type(entry[key]).__name__}" if key in entry else "missing"
+                raise _Wrong(f"{key} of {what.name} {number} is {wrong}")
+    return values
 
 
-def _sizes(entries: Sequence[dict[str, Any]], key: str, kinds: _Kinds, what: str) -> None:
-    _kinds(entries, key, kinds, what)
-    sizes = [entry.get(key) or 0 for entry in entries]
+def _sizes(
+    entries: Sequence[dict[str, Any]], key: str, kinds: _Kinds, what: _What, before: int = 0
+) -> int:
+    """The sum, of these and what came before."""
+    sizes = list(filter(None, _kinds(entries, key, kinds, what)))
     if sizes and min(sizes) < 0:
-        raise _Wrong(f"{key} of one {what} is negative")
-    if sum(sizes) > _INT64_MAX:
+        raise _Wrong(f"{key} of one {what.name} is negative")
+    total: int = before + sum(sizes)
+    if total > _INT64_MAX:
         raise _Wrong(f"the sum of {key} over all of its kind does not fit 64 bits")
+    return total
 
 
-def _addresses(entries: Sequence[dict[str, Any]], key: str, what: str) -> None:
-    _kinds(entries, key, _MAYBE_INT, what)
-    found = [address for entry in entries if (address := entry.get(key))]
+def _addresses(entries: Sequence[dict[str, Any]], key: str, what: _What) -> None:
+    found = list(filter(None, _kinds(entries, key, _MAYBE_INT, what)))
     if found and not -_MAX_ADDRESS <= min(found) <= max(found) <= _MAX_ADDRESS:
-        raise _Wrong(f"{key} of one {what} does not fit 64 bits")
+        raise _Wrong(f"{key} of one {what.name} does not fit 64 bits")
 
 
 def _distinct(lists: Sequence[Sequence[Any]], message: str) -> None:

@@ -6,6 +6,7 @@ it needs; files go through `rawcheck` first.
 
 from __future__ import annotations
 
+import zlib
 from typing import TYPE_CHECKING, TypedDict
 
 from gpumem_otel.core.model import BlockState, Frame
@@ -15,21 +16,21 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DEFAULT_POOL",
+    "MAX_TEXT",
     "ROOT_KEYS",
     "RawBlock",
     "RawEvent",
     "RawFrame",
     "RawHistory",
     "RawSegment",
+    "Reader",
     "device_of",
     "frames_of",
-    "maybe_text",
     "maybe_whole",
     "pool_of",
     "requested_of",
     "reserved_of",
     "segment_size",
-    "stack",
     "state_of",
     "text",
     "whole",
@@ -41,7 +42,12 @@ DEFAULT_POOL = (0, 0)
 ROOT_KEYS = frozenset({"segments", "device_traces"})
 """A dict with neither is no snapshot."""
 
+MAX_TEXT = 4096
+"""Characters; Linux has no longer paths."""
+
 _INT64_MAX = 2**63 - 1
+_PIECE = 1 << 16
+_UINT64 = 2**64
 _ALLOCATED = "active_allocated"
 
 
@@ -108,32 +114,33 @@ class RawEvent(TypedDict, total=False):
 
 
 def whole(value: object) -> int:
-    """The number, 0 for anything else."""
-    return value if isinstance(value, int) else 0
+    """The number, 0 for anything else, and for what is longer than torch's 64 bits."""
+    return value if isinstance(value, int) and -_UINT64 < value < _UINT64 else 0
 
 
 def maybe_whole(value: object) -> int | None:
-    """The number, None for anything else."""
-    return value if isinstance(value, int) else None
+    """The number, None for anything else, and for what is longer than torch's 64 bits."""
+    return value if isinstance(value, int) and -_UINT64 < value < _UINT64 else None
 
 
 def text(value: object) -> str:
-    """The string, in what UTF-8 can hold; "" for anything else (a nest may be endless to print)."""
+    """The string, in what UTF-8 can hold; "" for anything else (a nest may be endless to print).
+
+    Of a very long one both ends and a checksum that keeps it apart from others: a file may hold it
+    once and name it a million times. See `Reader`, which makes it once.
+    """
     if not isinstance(value, str):
         return ""
+    if len(value) > MAX_TEXT:
+        value = _shortened(value)
     return value if value.isascii() else value.encode("utf-8", "replace").decode("utf-8")
-
-
-def maybe_text(value: object) -> str | None:
-    """As `text`, None where there is no value."""
-    return None if value is None else text(value)
 
 
 def pool_of(value: object) -> tuple[int, int] | None:
     """A pool id (a tuple, in JSON a list), None where it is none."""
     if isinstance(value, tuple | list) and len(value) == 2:  # noqa: PLR2004
-        first, second = value
-        if isinstance(first, int) and isinstance(second, int):
+        first, second = map(maybe_whole, value)
+        if first is not None and second is not None:
             return (first, second)
     return None
 
@@ -185,12 +192,54 @@ def segment_size(segment: RawSegment) -> int:
     return reserved_of(segment, sum(block["size"] for block in segment["blocks"]))
 
 
-def stack(frames: Sequence[RawFrame] | None) -> tuple[Frame, ...]:
-    """Frames as objects, names as recorded; a line that does not fit 64 bits becomes 0."""
-    return tuple(
-        Frame(text(raw.get("name")), text(raw.get("filename")), _line(raw.get("line")))
-        for raw in frames or ()
-    )
+class Reader:
+    """Text and stacks out of one snapshot, which lives longer; each distinct one is made once."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+        self._frames: dict[int, Frame] = {}
+        self._stacks: dict[int, tuple[Frame, ...]] = {}
+
+    def text(self, value: object) -> str:
+        """See `text`."""
+        if not isinstance(value, str):
+            return ""
+        if len(value) <= MAX_TEXT and value.isascii():
+            return value
+        known = self._texts.get(value)
+        if known is None:
+            known = self._texts[value] = text(value)
+        return known
+
+    def maybe_text(self, value: object) -> str | None:
+        """As `text`, None where there is no value."""
+        return None if value is None else self.text(value)
+
+    def stack(self, frames: Sequence[RawFrame] | None) -> tuple[Frame, ...]:
+        """Frames as objects, names as recorded; a line that does not fit 64 bits becomes 0."""
+        if not frames:
+            return ()
+        known = self._stacks.get(id(frames))
+        if known is None:
+            known = self._stacks[id(frames)] = tuple(map(self._frame, frames))
+        return known
+
+    def _frame(self, raw: RawFrame) -> Frame:
+        known = self._frames.get(id(raw))
+        if known is None:
+            name, filename = self.text(raw.get("name")), self.text(raw.get("filename"))
+            known = self._frames[id(raw)] = Frame(name, filename, _line(raw.get("line")))
+        return known
+
+
+def _shortened(value: str) -> str:
+    checksum = 0
+    for start in range(0, len(value), _PIECE):
+        piece = value[start : start + _PIECE].encode("utf-8", "surrogatepass")
+        checksum = zlib.crc32(piece, checksum)
+    mark = f"[...{checksum:08x}...]"
+    half = (MAX_TEXT - len(mark)) // 2
+    return value[:half] + mark + value[-half:]
 
 
 def _line(value: object) -> int:

@@ -152,6 +152,16 @@ class RecordedReading:
         }
         return from_torch(raw, source=self.source, resolved=True)
 
+    def allocated_bytes(self, device: int) -> int:
+        """What was allocated on a device, counted without making the snapshot."""
+        return sum(
+            size
+            for segment in self._segments
+            if segment.device == device
+            for size, state in zip(segment.sizes, segment.states, strict=True)
+            if STATE_WORDS[state] == _ALLOCATED
+        )
+
     def reading(self) -> Reading:
         """The reading, as the live source gave it."""
         return Reading(

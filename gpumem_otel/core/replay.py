@@ -19,20 +19,20 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_right
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.core.model import BlockState
 from gpumem_otel.core.rawform import (
     DEFAULT_POOL,
+    Reader,
     frames_of,
     maybe_whole,
     pool_of,
     requested_of,
     segment_size,
     state_of,
-    text,
 )
+from gpumem_otel.core.stacktable import StackTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,6 +49,10 @@ _UINT64 = 2**64
 _GROWS = frozenset({"segment_alloc", "segment_map"})
 _SHRINKS = frozenset({"segment_free", "segment_unmap"})
 _MARKS = frozenset({"oom", "annotate"})
+_MAX_MARKS = 20_000
+"""More than anybody looks at: a trace may consist of nothing else."""
+_GONE = -1
+_FREES = frozenset({"free_requested", "free_completed"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +96,7 @@ class Replay:
         time_us: of each moment, microseconds since 1970, -1 where unknown (before torch 2.2).
         allocated_bytes: at each moment, requested bytes.
         reserved_bytes: at each moment.
-        marks: in order.
+        marks: in order; at most 20,000, of which the newest of failed allocations go first.
         warnings: what a reader of the numbers should know, one sentence each.
     """
 
@@ -153,27 +157,6 @@ def replay_trace(device: int, segments: Sequence[RawSegment], events: Sequence[R
     return player.result(device, len(events))
 
 
-class _Stacks:
-    """Interns stacks. Torch and pickle share frames, often whole stacks: identities will do."""
-
-    def __init__(self) -> None:
-        self.all: list[Sequence[RawFrame]] = [()]
-        self._by_list: dict[int, int] = {}
-        self._by_frames: dict[tuple[int, ...], int] = {(): 0}
-
-    def index(self, frames: Sequence[RawFrame]) -> int:
-        index = self._by_list.get(id(frames))
-        if index is None:
-            key = tuple(map(id, frames))
-            index = self._by_frames.get(key)
-            if index is None:
-                index = self._by_frames[key] = len(self.all)
-                # kept as it is: its identity must stay its own while this lives
-                self.all.append(frames)
-                self._by_list[id(frames)] = index
-        return index
-
-
 class _Interned:
     """Numbers for values, in order of their first use."""
 
@@ -190,28 +173,31 @@ class _Interned:
 
 
 class _Lives:
-    """Columns of allocations; the names are those of `Replay`."""
+    """Columns of allocations; the names are those of `Replay`.
+
+    Attributes:
+        block: only of those that have one, by index.
+        context: only of those that have one, by index.
+    """
 
     def __init__(self) -> None:
         self.stack: list[int] = []
         self.size: list[int] = []
-        self.block: list[int] = []
+        self.block: dict[int, int] = {}
         self.address: list[int] = []
         self.born: list[int] = []
         self.died: list[int] = []
         self.pool: list[int] = []
-        self.context: list[int] = []
+        self.context: dict[int, int] = {}
 
     def add(self, size: int, address: int | None, born: int, died: int, pool: int) -> int:
         """One more, without stack and context; its index."""
         self.stack.append(0)
         self.size.append(size)
-        self.block.append(0)
         self.address.append(address if address is not None and 0 <= address < _UINT64 else 0)
         self.born.append(born)
         self.died.append(died)
         self.pool.append(pool)
-        self.context.append(0)
         return len(self.size) - 1
 
 
@@ -220,59 +206,91 @@ class _Player:
 
     def __init__(self, segments: Sequence[RawSegment]) -> None:
         self._segments = segments
-        self._stacks = _Stacks()
+        self._stacks = StackTable()
         self._pools = _Interned(DEFAULT_POOL)
         self._contexts = _Interned("")
         self._place = _Places(segments)
+        self._pool_at: dict[int | None, int] = {}
         self._before = _Lives()
         self._seen = _Lives()
         self._after = _Lives()
-        self._live: dict[int | None, int] = {}
-        self._gone: set[int | None] = set()
+        self._at: dict[int | None, int] = {}  # index of what is alive there, or _GONE
         self._held: list[int] = [0]
         self._reserved: list[int] = [0]
         self._times: list[int] = [-1]
         self._marks: list[Mark] = []
+        self._marks_left_out = 0
+        self._text = Reader().text
         self._halves = False
         self._overwritten = self._unlike = self._overflown = 0
 
     # the trace
 
     def play(self, events: Sequence[RawEvent]) -> None:
-        """One pass over the events; the running sums begin at 0 and are raised by `result`."""
-        held = reserved = 0
+        """Two passes over the events; the running sums begin at 0 and are raised by `result`."""
+        actions = [event.get("action") for event in events]
         # some writers keep the second half alone; a single event (record mode `state`) does not
         # tell, and torch writes both
-        self._halves = len(events) == 1 or any(
-            event.get("action") == "free_requested" for event in events
-        )
-        add_held, add_reserved = self._held.append, self._reserved.append
-        add_time = self._times.append
-        for moment, event in enumerate(events, 1):
-            action = event.get("action")
-            if action == "alloc":
-                held += self._alloc(moment, event)
-            elif action in {"free_requested", "free_completed"}:
-                held -= self._free(moment, event, requested=action == "free_requested")
-            elif action in _GROWS:
-                reserved += event.get("size") or 0
-            elif action in _SHRINKS:
-                reserved -= event.get("size") or 0
-            elif action in _MARKS:
-                self._marks.append(_mark(moment, event))
-            add_held(held)
-            add_reserved(reserved)
-            time_us = event.get("time_us")
-            add_time(time_us if time_us is not None and 0 <= time_us < _INT64 else -1)
+        self._halves = len(events) == 1 or "free_requested" in actions
+        times = (event.get("time_us") for event in events)
+        self._times += [time if time is not None and 0 <= time < _INT64 else -1 for time in times]
         if events:
             self._times[0] = self._times[1]
+        self._play_segments(events, actions)
+        held, add_held = 0, self._held.append
+        at, died, sizes = self._at, self._seen.died, self._seen.size
+        for moment, (action, event) in enumerate(zip(actions, events, strict=True), 1):
+            if action == "alloc":
+                held += self._alloc(moment, event)
+            elif action in _FREES:
+                address = event.get("addr")
+                index = at.get(address)
+                if index is None:
+                    held -= self._free_unseen(moment, event)
+                elif index != _GONE:
+                    died[index] = moment
+                    at[address] = _GONE
+                    held -= sizes[index]
+                # else the second half of a free; or it was allocated and freed since, and that
+                # allocation was not recorded: nobody knows when
+            add_held(held)
+
+    def _play_segments(self, events: Sequence[RawEvent], actions: Sequence[str | None]) -> None:
+        """What is reserved, and the marks."""
+        reserved, last = 0, 0
+        ooms, others = array("I"), array("I")
+        for moment, action in enumerate(actions, 1):
+            if action == "alloc" or action in _FREES:
+                continue
+            event = events[moment - 1]
+            if action in _GROWS or action in _SHRINKS:
+                self._reserved += [reserved] * (moment - 1 - last)
+                last = moment - 1
+                size = event.get("size") or 0
+                reserved += size if action in _GROWS else -size
+            elif action in _MARKS:
+                (ooms if action == "oom" else others).append(moment)
+        kept = ooms[-_MAX_MARKS:]
+        kept += others[: _MAX_MARKS - len(kept)]
+        self._marks = [self._mark(moment, events[moment - 1]) for moment in sorted(kept)]
+        self._marks_left_out = len(ooms) + len(others) - len(kept)
+        self._reserved += [reserved] * (len(actions) - last)
+
+    def _mark(self, moment: int, event: RawEvent) -> Mark:
+        action = event.get("action")
+        if action == "annotate":
+            return Mark(moment, action, self._text(event.get("user_metadata")))
+        free = maybe_whole(event.get("device_free"))
+        size = event.get("size") or 0
+        told = f"out of memory: {size} bytes asked for"
+        return Mark(moment, "oom", told if free is None else f"{told}, {free} free", free)
 
     def _alloc(self, moment: int, event: RawEvent) -> int:
         """How much more is held."""
         address, size, seen = event.get("addr"), event.get("size") or 0, self._seen
         grown = size
-        last = self._live.get(address)
-        if last is not None:  # its free is not in the trace
+        last = self._at.get(address, _GONE)
+        if last != _GONE:  # its free is not in the trace
             self._overwritten += 1
             seen.died[last] = moment
             grown -= seen.size[last]
@@ -282,69 +300,65 @@ class _Player:
             seen.stack[index] = self._stacks.index(frames)
         context = event.get("compile_context")
         if context is not None and context != _NO_CONTEXT:
-            seen.context[index] = self._contexts.index(text(context))
-        self._live[address] = index
-        self._gone.discard(address)
+            seen.context[index] = self._contexts.index(self._text(context))
+        self._at[address] = index
         return grown
 
-    def _free(self, moment: int, event: RawEvent, *, requested: bool) -> int:
-        """How much less is held."""
-        address = event.get("addr")
-        index = self._live.pop(address, None)
-        if index is not None:
-            self._seen.died[index] = moment
-            self._gone.add(address)
-            return self._seen.size[index]
-        known = address in self._gone
-        if not requested and (known or self._halves):
+    def _free_unseen(self, moment: int, event: RawEvent) -> int:
+        """How much less is held by the free of what the trace has not told of before."""
+        if self._halves and event.get("action") == "free_completed":
             return 0  # the second half of a free
-        size = event.get("size") or 0
-        self._gone.add(address)
-        if known:
-            # allocated and freed since, and that allocation was not recorded: nobody knows when
-            return 0
+        address, size = event.get("addr"), event.get("size") or 0
+        self._at[address] = _GONE
         # the frames of a free tell who freed it
         self._before.add(size, address, 0, moment, self._pool(event, address))
         return size
 
     def _pool(self, event: RawEvent, address: int | None) -> int:
-        told = pool_of(event.get("pool_id"))
+        told = pool_of(event.get("pool_id")) if "pool_id" in event else None
         if told is None:
-            return self._pools.index(self._place.pool(address))
+            index = self._pool_at.get(address)
+            if index is None:
+                index = self._pools.index(self._place.pool(address))
+                self._pool_at[address] = index
+            return index
         return self._pools.index(told if max(map(abs, told)) < _LARGE_POOL_ID else None)
 
     # the dump
 
     def settle(self, end: int) -> None:
         """Make the last moment the dump: its allocated blocks are what is alive there."""
-        left = self._live
+        left = self._at
         last = 0
         for segment, block in _allocated_blocks(self._segments):
             address = _address_of(block)
             requested = requested_of(block)
-            index = None if address is None else left.pop(address, None)
-            lives = self._seen
-            if index is not None and lives.size[index] != requested:
-                last -= lives.size[index]
-                lives.died[index] = end
-                index = None
-                self._gone.add(address)
-            if index is None:
+            index = None if address is None else left.get(address)
+            lives, gone = self._seen, index == _GONE
+            if index is not None and not gone:
+                del left[address]
+                if lives.size[index] != requested:
+                    last -= lives.size[index]
+                    lives.died[index] = end
+                    left[address] = _GONE
+                    gone = True
+            if index is None or gone:
                 pool = self._pools.index(pool_of(segment.get("segment_pool_id")) or DEFAULT_POOL)
-                after = address is not None and address in self._gone
                 # freed in the trace and here again: allocated after the trace had ended
-                lives = self._after if after else self._before
-                index = lives.add(requested, address, end if after else 0, 0, pool)
-                last += requested if after else 0
-                self._unlike += after
+                lives = self._after if gone else self._before
+                index = lives.add(requested, address, end if gone else 0, 0, pool)
+                last += requested if gone else 0
+                self._unlike += gone
                 frames = frames_of(block)
                 if frames:
                     lives.stack[index] = self._stacks.index(frames)
-                    self._overflown += not after
+                    self._overflown += not gone
             lives.block[index] = block["size"]
             lives.died[index] = end + 1
         waiting = set(_waiting_addresses(self._segments))
         for address, index in left.items():
+            if index == _GONE:
+                continue
             if self._segments:
                 last -= self._seen.size[index]
                 self._unlike += address not in waiting
@@ -363,7 +377,19 @@ class _Player:
         reserved = max(reserved, -min(self._reserved))
 
         def column(code: str, name: str) -> array[int]:
-            return array(code, chain.from_iterable(getattr(part, name) for part in parts))
+            found = array(code)
+            for part in parts:
+                found += array(code, getattr(part, name))
+            return found
+
+        def sparse(code: str, name: str) -> array[int]:
+            found = array(code, bytes(array(code).itemsize * sum(len(p.size) for p in parts)))
+            start = 0
+            for part in parts:
+                for index, value in getattr(part, name).items():
+                    found[start + index] = value
+                start += len(part.size)
+            return found
 
         return Replay(
             device=device,
@@ -371,13 +397,13 @@ class _Player:
             stacks=self._stacks.all,
             stack=column("I", "stack"),
             size_bytes=column("Q", "size"),
-            block_bytes=column("Q", "block"),
+            block_bytes=sparse("Q", "block"),
             address=column("Q", "address"),
             traced=range(first, first + len(self._seen.size)),
             born=column("I", "born"),
             died=column("I", "died"),
             pool=column("I", "pool"),
-            context=column("I", "context"),
+            context=sparse("I", "context"),
             pools=self._pools.all,
             contexts=self._contexts.all,
             time_us=array("q", self._times),
@@ -408,6 +434,12 @@ class _Player:
                 f"device {device}: {self._unlike} blocks of the dump are not as the trace left "
                 "them: recording had ended before"
             )
+        if self._marks_left_out:
+            yield (
+                f"device {device}: {self._marks_left_out} of "
+                f"{self._marks_left_out + len(self._marks)} failed allocations and annotations "
+                "are left out of the timeline"
+            )
 
 
 class _Places:
@@ -415,13 +447,17 @@ class _Places:
 
     def __init__(self, segments: Sequence[RawSegment]) -> None:
         ranges = sorted(
-            (start, start + segment_size(segment), pool_of(segment.get("segment_pool_id")))
+            (
+                start,
+                start + segment_size(segment),
+                pool_of(segment.get("segment_pool_id")) or DEFAULT_POOL,
+            )
             for segment in segments
-            if (start := segment.get("address")) is not None
+            if (start := maybe_whole(segment.get("address"))) is not None
         )
         self._starts = [start for start, _, _ in ranges]
         self._ends = [end for _, end, _ in ranges]
-        self._pools = [pool or DEFAULT_POOL for _, _, pool in ranges]
+        self._pools = [pool for _, _, pool in ranges]
 
     def pool(self, address: int | None) -> tuple[int, int] | None:
         """The pool of the segment there at the dump; None: it is gone, or never was told."""
@@ -453,13 +489,3 @@ def _address_of(block: RawBlock) -> int | None:
         return address
     history = block.get("history")
     return maybe_whole(history[0].get("addr")) if history else None
-
-
-def _mark(moment: int, event: RawEvent) -> Mark:
-    action = text(event.get("action"))
-    if action == "annotate":
-        return Mark(moment, action, text(event.get("user_metadata")))
-    free = maybe_whole(event.get("device_free"))
-    size = event.get("size") or 0
-    told = f"out of memory: {size} bytes asked for"
-    return Mark(moment, action, told if free is None else f"{told}, {free} free", free)

@@ -23,16 +23,20 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping, Sequence
 
+    from gpumem_otel.core.frames import StackBuilder
     from gpumem_otel.core.model import DeviceBooks
-    from gpumem_otel.core.ports import Pause
+    from gpumem_otel.core.ports import FrameNamer, Pause
     from gpumem_otel.core.rawform import RawBlock, RawEvent, RawSegment
+    from gpumem_otel.core.record_values import Recording as WholeRecording
     from gpumem_otel.core.replay import Replay
 
 __all__ = [
     "Snapshot",
     "from_torch",
     "load_snapshot",
+    "parse",
     "parse_snapshot",
+    "raw_or_recording",
 ]
 
 _PLAIN = str | int | float
@@ -47,6 +51,7 @@ class Snapshot:
     Attributes:
         source: name of the file or stream, for messages.
         resolved: frame names are final already and need no naming (recordings of ours).
+        builders: by namer and depth, see `heap.builder_for`: devices may share all their frames.
     """
 
     # `trusted`: frames hold only text and numbers, see Grouper
@@ -71,6 +76,9 @@ class Snapshot:
         self._told: tuple[str, ...] = ()
         self._trusted = trusted
         self._by_device: dict[int, list[RawSegment]] | None = None
+        self._annotations_by_device: dict[int, list[Annotation]] | None = None
+        self._reader = rawform.Reader()
+        self.builders: dict[tuple[FrameNamer, int], StackBuilder] = {}
         self._books: dict[int, DeviceBooks] = {}
         self._replays: dict[int, Replay] = {}
         self._warnings: tuple[str, ...] | None = None
@@ -101,15 +109,25 @@ class Snapshot:
     @property
     def annotations(self) -> tuple[Annotation, ...]:
         """START and END marks, in file order; empty before torch 2.5."""
+        text = self._reader.text
         return tuple(
             Annotation(
-                name=rawform.text(raw.get("name")),
-                stage=rawform.text(raw.get("stage")),
+                name=text(raw.get("name")),
+                stage=text(raw.get("stage")),
                 device=rawform.whole(raw.get("device")),
                 time_us=rawform.whole(raw.get("time_us")),
             )
             for raw in self._annotations
         )
+
+    def annotations_of(self, device: int) -> Sequence[Annotation]:
+        """The marks of a device, in file order."""
+        if self._annotations_by_device is None:
+            by_device: dict[int, list[Annotation]] = {}
+            for mark in self.annotations:
+                by_device.setdefault(mark.device, []).append(mark)
+            self._annotations_by_device = by_device
+        return self._annotations_by_device.get(device, ())
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -131,16 +149,21 @@ class Snapshot:
                 address=rawform.whole(raw.get("address")),
                 size_bytes=rawform.segment_size(raw),
                 stream=rawform.whole(raw.get("stream")),
-                kind=rawform.text(raw.get("segment_type")),
+                kind=self._reader.text(raw.get("segment_type")),
                 pool_id=rawform.pool_of(raw.get("segment_pool_id")) or rawform.DEFAULT_POOL,
                 is_expandable=raw.get("is_expandable") is True,
-                blocks=tuple(_block(block) for block in raw["blocks"]),
-                frames=rawform.stack(raw.get("frames")),
+                blocks=tuple(_block(block, self._reader) for block in raw["blocks"]),
+                frames=self._reader.stack(raw.get("frames")),
             )
 
-    def raw_segments(self) -> Sequence[RawSegment]:
-        """Segments as torch wrote them, never to be changed: for copying every block cheaply."""
-        return self._segments
+    def raw_segments(self, device: int | None = None) -> Sequence[RawSegment]:
+        """Segments as torch wrote them, never to be changed: for copying every block cheaply.
+
+        Args:
+            device: only its segments; a walk through all of them for each device would take their
+                product.
+        """
+        return self._segments if device is None else self._of_device(device)
 
     def raw_events(self, device: int) -> Sequence[RawEvent]:
         """The trace of a device as torch wrote it, never to be changed; () where it has none."""
@@ -148,17 +171,18 @@ class Snapshot:
 
     def events(self, device: int) -> Iterator[AllocEvent]:
         """The recorded trace of a device as objects, oldest first."""
+        reader = self._reader
         for raw in self._trace(device):
             yield AllocEvent(
-                action=rawform.text(raw.get("action")),
+                action=reader.text(raw.get("action")),
                 address=rawform.maybe_whole(raw.get("addr")),
                 size_bytes=rawform.whole(raw.get("size")),
                 stream=rawform.whole(raw.get("stream")),
                 time_us=rawform.maybe_whole(raw.get("time_us")),
-                frames=rawform.stack(raw.get("frames")),
+                frames=reader.stack(raw.get("frames")),
                 device_free_bytes=rawform.maybe_whole(raw.get("device_free")),
-                compile_context=rawform.maybe_text(raw.get("compile_context")),
-                user_metadata=rawform.maybe_text(raw.get("user_metadata")),
+                compile_context=reader.maybe_text(raw.get("compile_context")),
+                user_metadata=reader.maybe_text(raw.get("user_metadata")),
                 pool_id=rawform.pool_of(raw.get("pool_id")),
             )
 
@@ -179,6 +203,13 @@ class Snapshot:
                 pause=pause,
             )
         return books
+
+    def has_timeline(self, device: int) -> bool:
+        """Whether the trace tells of more than one moment.
+
+        Record mode `state` keeps a single event.
+        """
+        return len(self._trace(device)) > 1
 
     def replay(self, device: int) -> Replay:
         """A device's trace played through, for what was alive at any moment of it.
@@ -263,7 +294,7 @@ def _plain(values: Mapping[Any, object]) -> dict[Any, object]:
     return {key: value for key, value in values.items() if isinstance(value, _PLAIN)}
 
 
-def _block(raw: RawBlock) -> Block:
+def _block(raw: RawBlock, reader: rawform.Reader) -> Block:
     state = rawform.state_of(raw["state"])
     # an inactive block of torch 2.0 still carries the history of what once was there
     inactive = state is BlockState.INACTIVE
@@ -272,7 +303,7 @@ def _block(raw: RawBlock) -> Block:
         size_bytes=raw["size"],
         requested_bytes=rawform.requested_of(raw),
         state=state,
-        frames=rawform.stack(raw.get("frames") if inactive else rawform.frames_of(raw)),
+        frames=reader.stack(raw.get("frames") if inactive else rawform.frames_of(raw)),
     )
 
 
@@ -329,12 +360,32 @@ def parse_snapshot(data: bytes, source: str) -> Snapshot:
     Raises:
         SnapshotError: it is no readable snapshot; no other error leaves this function.
     """
+    return parse(data, source)[0]
+
+
+def parse(data: bytes, source: str) -> tuple[Snapshot, WholeRecording | None]:
+    """As `parse_snapshot`, and of a recording of ours all the rest of it too.
+
+    Raises:
+        SnapshotError: it is no readable snapshot; no other error leaves this function.
+    """
+    raw = raw_or_recording(data, source)
+    if isinstance(raw, Recording):
+        return _last_of_recording(raw.data, source)
+    return _wrap(raw, source, resolved=False, trusted=False), None
+
+
+def raw_or_recording(data: bytes, source: str) -> object:
+    """The root of a snapshot file, every value that is read checked; or a `fileform.Recording`.
+
+    Raises:
+        SnapshotError: it is no readable snapshot; no other error leaves this function.
+    """
     try:
         raw, size_bytes = decode(data, source)
-        if isinstance(raw, Recording):
-            return _last_of_recording(raw.data, source)
-        check(raw, source, size_bytes)
-        return _wrap(raw, source, resolved=False, trusted=False)
+        if not isinstance(raw, Recording):
+            check(raw, source, size_bytes)
+        return raw
     except SnapshotError:
         raise
     except MemoryError:
@@ -358,7 +409,7 @@ def load_snapshot(path: str | os.PathLike[str] | BinaryIO, *, name: str | None =
     return parse_snapshot(data, source)
 
 
-def _last_of_recording(data: bytes, source: str) -> Snapshot:
+def _last_of_recording(data: bytes, source: str) -> tuple[Snapshot, WholeRecording]:
     # late, since reading a recording is written in terms of this module
     from gpumem_otel.core.recording import load_recording  # noqa: PLC0415
 
@@ -368,4 +419,4 @@ def _last_of_recording(data: bytes, source: str) -> Snapshot:
     snapshot = recording.readings[-1].snapshot
     snapshot.source = source
     snapshot.warn(recording.warnings)
-    return snapshot
+    return snapshot, recording

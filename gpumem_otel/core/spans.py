@@ -18,10 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["Spans"]
 
 
-_MAX_DEPTH = 256
-"""Real ranges nest ten deep; a start beyond this is left out."""
-
-
 class Spans:
     """The ranges of one device.
 
@@ -30,47 +26,44 @@ class Spans:
             the file.
     """
 
-    def __init__(self, annotations: Iterable[Annotation], device: int) -> None:
+    def __init__(self, annotations: Iterable[Annotation]) -> None:
         """Pair starts with ends: an end closes the innermost open range of its name.
 
+        However deep they nest, a mark takes a constant time and keeps two numbers.
+
         Args:
-            annotations: of all devices, in any order.
-            device: whose.
+            annotations: of the device, in any order.
         """
         self.ranges: list[tuple[str, int, int | None]] = []
         self._times: list[int] = []
-        self._open: list[tuple[str, ...]] = []
-        opened: list[tuple[str, int]] = []
-        for mark in sorted((a for a in annotations if a.device == device), key=_time):
+        self._innermost: list[int] = []  # from each mark on; -1: none
+        opened: list[int] = []  # some of them ended before what they hold did
+        by_name: dict[str, list[int]] = {}
+        for mark in sorted(annotations, key=_time):
+            of_name = by_name.setdefault(mark.name, [])
             if mark.stage == "START":
-                if len(opened) == _MAX_DEPTH:
-                    continue
-                opened.append((mark.name, len(self.ranges)))
+                opened.append(len(self.ranges))
+                of_name.append(len(self.ranges))
                 self.ranges.append((mark.name, mark.time_us, None))
-            else:
-                index = _last(opened, mark.name)
-                if index is None:
-                    continue
-                _, place = opened.pop(index)
+            elif of_name:
+                place = of_name.pop()
                 self.ranges[place] = (mark.name, self.ranges[place][1], mark.time_us)
+                while opened and self.ranges[opened[-1]][2] is not None:
+                    opened.pop()
+            else:
+                continue
             self._times.append(mark.time_us)
-            self._open.append(tuple(name for name, _ in opened))
+            self._innermost.append(opened[-1] if opened else -1)
 
-    def at(self, time_us: int) -> tuple[str, ...]:
-        """Names of the ranges that are open at a time, outermost first.
+    def innermost(self, time_us: int) -> str | None:
+        """Name of the range that is open at a time and began last; None: no range is.
 
         A range holds its start and not its end.
         """
         index = bisect_right(self._times, time_us) - 1
-        return self._open[index] if index >= 0 else ()
+        place = self._innermost[index] if index >= 0 else -1
+        return self.ranges[place][0] if place >= 0 else None
 
 
 def _time(mark: Annotation) -> int:
     return mark.time_us
-
-
-def _last(opened: list[tuple[str, int]], name: str) -> int | None:
-    for index in range(len(opened) - 1, -1, -1):
-        if opened[index][0] == name:
-            return index
-    return None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gpumem_otel.core.frames import basename
+from gpumem_otel.core.model import Sizes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -27,7 +28,6 @@ __all__ = [
 ]
 
 _UNITS = ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
-_TOP_BY = ("stack", "function", "file")
 _NO_FILE = "[no file]"
 # C0, C1, DEL, and what turns or hides text: a name must not drive the reader's terminal
 _UNPRINTABLE = re.compile(
@@ -109,22 +109,24 @@ def top_rows(profile: HeapProfile, by: str = "stack", limit: int | None = None) 
 
     Args:
         profile: of any kind.
-        by: `stack`, `function` or `file`.
+        by: `stack`; `function`, `file` or `line`, where a row's total counts what it called; or the
+            key of a label that the samples carry, where self and total are the same.
         limit: rows at most.
 
     Raises:
         ValueError: `by` is none of these.
     """
+    name_of = {"function": _function, "file": _file, "line": _line}.get(by)
     if by == "stack":
         rows = [
             TopRow(s.frames[0].name, s.objects, s.size_bytes, s.size_bytes, s.frames)
             for s in profile.samples
         ]
         rows.sort(key=lambda row: -row.self_bytes)
-    elif by in _TOP_BY:
-        rows = _rows_by(profile, _function if by == "function" else _file)
+    elif name_of is not None:
+        rows = _rows_by(profile, name_of)
     else:
-        raise ValueError(f"top by {by!r}: not one of {', '.join(_TOP_BY)}")
+        rows = _rows_by_label(profile, by)
     return rows if limit is None else rows[: max(0, limit)]
 
 
@@ -133,8 +135,10 @@ def top_table(profile: HeapProfile, by: str = "stack", limit: int = 10) -> str:
     rows = top_rows(profile, by, limit)
     total = profile.total_bytes
     shown = sum(row.self_bytes for row in rows)
+    units = " (requested bytes)" if profile.sizes is Sizes.REQUESTED else ""
+    where = "all devices" if profile.device < 0 else f"device {profile.device}"
     title = (
-        f"device {profile.device}, {profile.kind.value}: {human_bytes(total)} in "
+        f"{where}, {profile.kind.value}{units}: {human_bytes(total)} in "
         f"{profile.total_objects} allocations; shown: {percent(shown, total)}\n"
     )
     if not rows:
@@ -218,6 +222,25 @@ def _file(frame: Frame) -> str:
     if frame.filename in ("", "??"):
         return frame.name if frame.name.startswith("[") else _NO_FILE
     return frame.filename
+
+
+def _line(frame: Frame) -> str:
+    file = _file(frame)
+    return f"{file}:{frame.line}" if frame.line and file == frame.filename else file
+
+
+def _rows_by_label(profile: HeapProfile, key: str) -> list[TopRow]:
+    sums: dict[str, list[int]] = {}
+    for sample in profile.samples:
+        value = dict(sample.labels).get(key)
+        if value is None:
+            raise ValueError(f"top by {key!r}: neither a way to sum up nor a label of each sample")
+        entry = sums.setdefault(value, [0, 0])
+        entry[0] += sample.objects
+        entry[1] += sample.size_bytes
+    rows = [TopRow(name, own, size, size) for name, (own, size) in sums.items()]
+    rows.sort(key=lambda row: (-row.self_bytes, row.name))
+    return rows
 
 
 def _rows_by(profile: HeapProfile, name_of: Callable[[Frame], str]) -> list[TopRow]:

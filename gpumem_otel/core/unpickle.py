@@ -24,6 +24,7 @@ Format: the comments of `pickletools.py` in the standard library.
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import pickle
 import re
@@ -97,8 +98,12 @@ def loads(data: bytes, source: str) -> Any:
     Raises:
         SnapshotError: it is damaged, or holds what a snapshot has no use for.
     """
+    collecting = gc.isenabled()
     try:
         _scan(data)
+        # Looking for garbage among millions of new objects, again and again as they grow in
+        # number, takes longer than making them.
+        gc.disable()
         # BufferedReader, since protocols 2 and 3 have no frames and would be read byte by byte
         return _Unpickler(io.BufferedReader(io.BytesIO(data))).load()
     except _Refused as refused:
@@ -108,6 +113,9 @@ def loads(data: bytes, source: str) -> Any:
     except Exception as error:
         reason = str(error)[:200] or type(error).__name__
         raise SnapshotError(source, f"damaged pickle: {reason}") from None
+    finally:
+        if collecting:
+            gc.enable()
 
 
 @functools.lru_cache(maxsize=4)

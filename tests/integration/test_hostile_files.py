@@ -2,15 +2,43 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
+import pty
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from support.hostile import FILES, HARMLESS, MARK
+from support.hostile import FILES, HARMLESS, MARK, deep_values
+
+from gpumem_otel import page
 
 MEMORY_BYTES = 200 << 20
-CPU_SECONDS = 60  # of a machine that is busy; all files together take three
+CPU_SECONDS = 60  # of a machine that is busy; all that is asked of one process takes ten
+
+VERBS = [
+    *(["stats"], ["stats", "--json"], ["segments"], ["trace"], ["trace", "--json"]),
+    *(["top", "--kind", kind] for kind in ("live", "allocated", "peak")),
+    *(["top", "--by", by] for by in ("function", "line", "pool", "compile-context", "annotation")),
+    *(["convert", "-o", "/dev/null", "--kind", k] for k in ("live", "allocated", "peak")),
+    *(["convert", "-o", "/dev/null", "--format", f] for f in ("folded", "speedscope", "json")),
+    ["dump", "-o", "/dev/null"],
+    ["compare"],
+]
+PAGES = [["flamegraph", "-o", "/dev/null"], ["timeline", "-o", "/dev/null"]]
+
+RUNNER = """
+import json, resource, sys
+from gpumem_otel.cli.main import main
+resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
+resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]),) * 2)
+for name, (verb, *more) in json.loads(sys.stdin.read()):
+    code = main([verb, name, *([name] if verb == "compare" else []), *more])
+    print("code", code, file=sys.stderr, flush=True)
+"""
 
 READER = """
 import resource, sys
@@ -31,11 +59,12 @@ print(*(name for name in ("torch", "opentelemetry.sdk", "urllib3") if name in sy
 """
 
 
-@pytest.fixture
-def files(tmp_path):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
     made = {}
+    folder = tmp_path_factory.mktemp("hostile")
     for number, (name, make) in enumerate({**FILES, **HARMLESS}.items()):
-        made[name] = tmp_path / f"{number}.pickle"
+        made[name] = folder / f"{number}.pickle"
         made[name].write_bytes(make())
     return made
 
@@ -57,3 +86,109 @@ def test_hostile_files_take_little_memory_and_run_nothing(files):
     assert [name for name in HARMLESS if not said[name].startswith("read")] == []
     assert imported == ""
     assert not Path(MARK).exists()
+
+
+def run_verbs(pairs):
+    """Verbs on files in one process of little memory; their exit codes, and all of stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, str(MEMORY_BYTES), str(CPU_SECONDS)],
+        input=json.dumps([(str(path), verb) for path, verb in pairs]),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "this is a bug" not in done.stderr
+    said = done.stderr.splitlines()
+    codes = [int(line.removeprefix("code ")) for line in said if line.startswith("code ")]
+    assert len(codes) == len(pairs)
+    return codes, said
+
+
+def test_verbs_refuse_hostile_files(files):
+    """Whatever is asked: input that can not be used, and nothing of it was run.
+
+    A file is refused as it is read, which all verbs do alike, so each file meets one of them in
+    turn, and dump, which reads in its own way.
+    """
+    verbs = [verb for verb in VERBS if verb[0] != "dump"]
+    pairs = [(files[name], verbs[turn % len(verbs)]) for turn, name in enumerate(FILES)]
+    pairs += [(files[name], ["dump", "-o", "/dev/null"]) for name in FILES]
+    codes, _ = run_verbs(pairs)
+    assert set(codes) == {2}
+    assert not Path(MARK).exists()
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_every_verb_reads_what_is_only_odd(files, name):
+    verbs = [*VERBS, *PAGES] if page.available() else VERBS
+    codes, said = run_verbs([(files[name], verb) for verb in verbs])
+    assert set(codes) <= {0, 1}
+    told = [line for line in said if line.startswith("gpumem-otel: error: ")]
+    assert [line for line in told if "record history" not in line] == []
+
+
+def test_values_too_deep_to_be_written_are_refused_by_dump_alone(tmp_path):
+    path = tmp_path / "deep.pickle"
+    path.write_bytes(deep_values())
+    codes, said = run_verbs([(path, ["stats"]), (path, ["dump", "-o", str(tmp_path / "out")])])
+    assert codes == [0, 2]
+    assert f"gpumem-otel: error: {path}: holds values that are nested too deep" in "\n".join(said)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("form", ["json", "folded", "speedscope", "pprof"])
+def test_a_long_file_name_is_not_written_again_and_again(tmp_path, form):
+    """GIVEN 300 frames of one file whose name has a megabyte WHEN converted THEN it is cut."""
+    long = "d/" * 500_000 + "leaf.py"
+    frames = [{"name": f"f{n}", "filename": long, "line": n} for n in range(300)]
+    block = {"size": 512, "state": "active_allocated", "frames": frames}
+    segment = {"device": 0, "total_size": 512, "blocks": [block]}
+    path, out = tmp_path / "long.pickle", tmp_path / "out"
+    path.write_bytes(pickle.dumps([segment], 4))
+    codes, _ = run_verbs([(path, ["convert", "-o", str(out), "--format", form])])
+    assert codes == [0]
+    assert 0 < out.stat().st_size < 2_000_000
+
+
+def on_terminal(arguments):
+    """Exit code and output of a Python process whose output is a terminal."""
+    parent, child = pty.openpty()
+    said = []
+    with subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=child,
+        stderr=child,
+        env={**os.environ, "TERM": "xterm", "COLUMNS": "100"},
+    ) as process:
+        os.close(child)
+        with suppress(OSError):  # how Linux says that nobody holds the other end any more
+            while data := os.read(parent, 1 << 16):
+                said.append(data)
+    os.close(parent)
+    return process.returncode, b"".join(said).decode()
+
+
+def test_words_of_a_file_are_no_markup_on_a_terminal(tmp_path):
+    blocks = [{"size": 512, "state": "inactive"}]
+    segment = {"device": 0, "total_size": 512, "blocks": blocks, "segment_type": "[/x][red]y"}
+    path = tmp_path / "markup.pickle"
+    path.write_bytes(pickle.dumps([segment], 4))
+    code, said = on_terminal(["-m", "gpumem_otel.cli.main", "stats", str(path)])
+    assert code == 0, said
+    assert "512 B ([/x][red]y)" in said
+
+
+def test_the_name_of_a_file_is_no_markup_in_a_progress_bar():
+    shown = """
+from gpumem_otel.cli.common import _LateBar
+bar = _LateBar("reading [/x].pickle")
+bar.show()
+bar.update(1, 2)
+bar.hide()
+"""
+    code, said = on_terminal(["-c", shown])
+    assert code == 0, said
+    assert "reading [/x].pickle" in said

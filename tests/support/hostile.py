@@ -100,6 +100,131 @@ def _odd_frames() -> bytes:
     return pickle.dumps([{"device": 0, "total_size": 2, "blocks": blocks}], 4)
 
 
+def _nest() -> list:
+    x: list = []
+    for _ in range(60):
+        x = [x, x]
+    return x
+
+
+def _trace_of(*events: dict, annotations: list | None = None) -> bytes:
+    block = {"size": 512, "requested_size": 512, "state": "active_allocated", "address": 512}
+    segment = {"device": 0, "address": 512, "total_size": 512, "blocks": [block]}
+    raw = {"segments": [segment], "device_traces": [list(events)]}
+    return pickle.dumps({**raw, "external_annotations": annotations or []}, 4)
+
+
+def _event(action: str, address: int, **more: object) -> dict:
+    return {"action": action, "addr": address, "size": 512, "time_us": 1, **more}
+
+
+def _odd_events() -> bytes:
+    """Frames, pools and words that are nests, in a trace."""
+    frames = [{"name": _nest(), "filename": "f.py", "line": 1}, {"name": "f", "x": _nest()}]
+    odd = {"frames": frames, "pool_id": _nest(), "compile_context": _nest()}
+    return _trace_of(
+        *(_event("alloc", n, **odd, user_metadata=_nest(), stream=_nest()) for n in range(500))
+    )
+
+
+def _distinct_stacks() -> bytes:
+    """Stacks that differ in one frame where nobody looks first."""
+    frames = [{"name": f"f{n}", "filename": "f.py", "line": n} for n in range(3_000)]
+    shared = [frames[0]] * 40
+    return _trace_of(
+        *(_event("alloc", n, frames=[*shared, frame, *shared]) for n, frame in enumerate(frames))
+    )
+
+
+def _equal_frames() -> bytes:
+    """Stacks of frames that are equal to their last letter, and are not the same."""
+
+    def one() -> dict:
+        more = {f"key {n}": f"{n}" + "x" * 4_000 for n in range(29)}
+        return {"name": "f", "filename": "f.py", "line": 1, **more}
+
+    either, middle = (one(), one()), one()
+    stacks = [
+        [middle, *(either[number >> bit & 1] for bit in range(9)), *[either[number & 1]] * 500]
+        for number in range(512)
+    ]
+    stacks = [[*stack, middle, *reversed(stack)] for stack in stacks]
+    return _trace_of(*(_event("alloc", n, frames=stack) for n, stack in enumerate(stacks)))
+
+
+def _many_devices() -> bytes:
+    """A device has next to nothing, and there are many devices: nobody may walk all for each."""
+    segments: list[dict] = [
+        {"device": device, "address": device << 21, "total_size": 0, "blocks": []}
+        for device in range(500)
+        for _ in range(20)
+    ]
+    traces = [[_event("alloc", device << 21)] * 2 for device in range(500)]
+    marks = [
+        {"name": "n", "stage": "START", "device": number % 500, "time_us": 0}
+        for number in range(20_000)
+    ]
+    raw = {"segments": segments, "device_traces": traces, "external_annotations": marks}
+    return pickle.dumps(raw, 4)
+
+
+def _devices_of_one_stack() -> bytes:
+    """Each device has a block with the same long stack: its frames are named once."""
+    frames = [{"name": f"f{n}", "filename": "f.py", "line": n} for n in range(2_000)]
+    segments = [
+        {
+            "device": device,
+            "total_size": 512,
+            "blocks": [{"size": 512, "state": "active_allocated", "frames": frames}],
+        }
+        for device in range(100)
+    ]
+    return pickle.dumps(segments, 4)
+
+
+def _deep_annotations() -> bytes:
+    """Ranges inside one another, none of which ends before all have begun."""
+    count = 40_000
+    marks = [
+        {
+            "name": f"n{n % 5}",
+            "stage": stage,
+            "device": 0,
+            "time_us": n + count * (stage == "END"),
+        }
+        for stage in ("START", "END")
+        for n in range(count)
+    ]
+    events = (_event("alloc", n, time_us=20 * n) for n in range(count // 10))
+    return _trace_of(*events, annotations=marks)
+
+
+def _long_texts() -> bytes:
+    """Text that is long, holds what ASCII does not, and is named again and again."""
+    text = "\u00e9" * 250_000
+    frames = [{"name": text, "filename": text, "line": line} for line in range(1_000)]
+    said = {"compile_context": text, "user_metadata": text}
+    events = [_event("alloc", n, frames=frames[n : n + 1], **said) for n in range(1_000)]
+    events += [_event("annotate", n, **said) for n in range(1_000)]
+    marks = [
+        {"name": text, "stage": stage, "device": 0, "time_us": n}
+        for n in range(1_000)
+        for stage in ("START", "END")
+    ]
+    return _trace_of(*events, annotations=marks)
+
+
+def _only_marks() -> bytes:
+    """Failed allocations, and nothing else."""
+    return _trace_of(*({"action": "oom", "size": 1, "device_free": n} for n in range(150_000)))
+
+
+def deep_values() -> bytes:
+    """Where nobody reads, lists so deep that no recursion gets to their end."""
+    nest = b"]" * 100_000 + b"a" * 99_999
+    return PROTO + b"}(\x8c\x08segments]\x8c\x0ddevice_traces]\x8c\x04more" + nest + b"u."
+
+
 def _huge_addresses() -> bytes:
     events = [
         {"action": "alloc", "addr": (2**61 - 1) * 2**200 * i, "size": 1} for i in range(20_000)
@@ -171,5 +296,21 @@ FILES = {
 
 HARMLESS = {
     "frames that are slow to compare": _odd_frames,
+    "events of nests": _odd_events,
+    "stacks that are alike": _distinct_stacks,
+    "one address again and again": lambda: _trace_of(*[_event("alloc", 7) for _ in range(20_000)]),
+    "frees of what never was": lambda: _trace_of(
+        *(_event("free_requested", n) for n in range(20_000))
+    ),
+    "contexts without number": lambda: _trace_of(
+        *(_event("alloc", n, compile_context=str(n)) for n in range(10_000))
+    ),
+    "annotations in one another": _deep_annotations,
+    "frames that are equal and not the same": _equal_frames,
+    "segments and marks of five hundred devices": _many_devices,
+    "one stack on a hundred devices": _devices_of_one_stack,
+    "long text again and again": _long_texts,
+    "a trace of failed allocations": _only_marks,
+    "sizes at the limit": lambda: _trace_of(_event("alloc", 7) | {"size": 2**63 - 1}),
 }
 """These read, and nothing that is done with them may take long."""

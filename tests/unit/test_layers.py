@@ -28,11 +28,13 @@ MAY_IMPORT = {
         "answers", "capture", "config", "core", "errors", "export", "logs", "ranks", "serve",
     },
     "lifecycle": {"agent", "config", "errors", "logs", "options"},
-    "__init__": {"lifecycle", "core", "errors", "_version"},
+    "page": {"core", "errors", "_version"},
+    "offline": {"core", "errors", "page"},
+    "__init__": {"lifecycle", "core", "errors", "offline", "_version"},
     "instrumentor": {"lifecycle", "errors", "logs", "_version"},
     "cli": {
         "agent", "capture", "config", "core", "errors", "export", "instrumentor", "lifecycle",
-        "options", "ranks", "serve", "_version",
+        "options", "page", "ranks", "serve", "_version",
     },
 }  # fmt: skip
 """Top-level module or folder -> what it may import besides itself."""
@@ -47,6 +49,7 @@ HOMES = {
     "uvicorn": ("serve/",),
     "click": ("cli/",),
     "rich": ("cli/",),
+    "pandas": ("offline.py",),
 }
 """Library -> the only files that may import it."""
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpumem_otel.core.folded import escape_name, folded_text, json_form
 from gpumem_otel.core.frames import file_function_namer
 from gpumem_otel.core.heap import live_profile
-from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sample
+from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sample, Sizes
 from gpumem_otel.core.snapshot import load_snapshot
 
 LINE = re.compile(r"^(.*)\s+?(\d+(?:\.\d*)?)$")
@@ -86,6 +86,7 @@ def test_json_form():
         7,
         8,
         ("c",),
+        Sizes.REQUESTED,
     )
     assert json.loads(json.dumps(json_form(profile))) == {
         "kind": "allocated",

@@ -340,3 +340,18 @@ def test_every_recording_closes_its_books(recordings):
                 duration_ns=1,
             )
             assert (scaled.total_bytes, scaled.total_objects) == (10**15 + 1, 10**6 + 1)
+
+
+def test_devices_that_share_frames_have_them_named_once():
+    """GIVEN a stack that a hundred devices have WHEN all are read THEN each frame is named once."""
+    stack = [frame(f"f{number}", "f.py", number) for number in range(50)]
+    taken = from_torch(snapshot([segment([block(1, stack)], device=n) for n in range(100)]))
+    named = []
+
+    def namer(name, filename, line):
+        named.append(name)
+        return name
+
+    profiles = [live_profile(taken, device, namer=namer) for device in taken.devices()]
+    assert len(profiles) == 100
+    assert named == [one["name"] for one in stack]

@@ -428,3 +428,56 @@ def test_late_traces_are_told_from_those_of_state_mode():
     assert read(snapshot([], [both])).warnings == ()
     assert "device 0: 1 frees" in read(snapshot([], [[*both, both[1], both[2]]])).warnings[0]
     assert "1 frees" in read(snapshot([], [[alloc(8, 1), free]])).warnings[0]
+
+
+class Walked(list):
+    """A list that counts how many of its elements were walked through."""
+
+    elements = 0
+
+    def __iter__(self):
+        for one in list.__iter__(self):
+            Walked.elements += 1
+            yield one
+
+
+def test_what_belongs_to_a_device_is_found_without_walking_all_for_each():
+    """GIVEN 200 devices WHEN each is asked for its own THEN all are walked through once."""
+    raw = snapshot([segment([block(1)], device=n) for n in range(200)])
+    raw["segments"] = Walked(raw["segments"])
+    raw["external_annotations"] = Walked(
+        {"name": str(n), "stage": "START", "device": n, "time_us": n} for n in range(200)
+    )
+    found = from_torch(raw)
+    for device in range(200):
+        assert [one["device"] for one in found.raw_segments(device)] == [device]
+        assert [one.name for one in found.annotations_of(device)] == [str(device)]
+    assert found.raw_segments(200) == found.annotations_of(200) == ()
+    assert Walked.elements == 400
+
+
+def test_long_text_is_cut_and_made_once():
+    long = "\u00e9" * 100_000
+    said = {"compile_context": long, "user_metadata": long}
+    events = [{**alloc(number, 1, [frame(long, long)]), **said} for number in range(3)]
+    first, *others = read(snapshot([], [events])).events(0)
+    assert len(first.compile_context) == 4096
+    assert first.compile_context.startswith("\u00e9" * 2000)
+    for one in (first, *others):
+        assert one.user_metadata is one.compile_context is first.compile_context
+        assert one.frames[0].name is one.frames[0].filename is first.compile_context
+
+
+def test_long_texts_that_differ_in_their_middle_stay_apart():
+    texts = ["x" * 5_000 + letter + "x" * 5_000 for letter in "ab\ud800"]
+    found = read(snapshot([], [[{**alloc(1, 1), "user_metadata": text} for text in texts]]))
+    said = [event.user_metadata for event in found.events(0)]
+    assert len(set(said)) == 3
+    assert {len(text.encode()) for text in said} == {4096}
+
+
+def test_blocks_with_the_same_stack_share_its_frames():
+    stack = [LEAF, CALLER]
+    (one,) = read(snapshot([segment([block(1, stack), block(2, stack)])])).segments()
+    assert one.blocks[0].frames is one.blocks[1].frames
+    assert [f.name for f in one.blocks[0].frames] == ["leaf", "caller"]

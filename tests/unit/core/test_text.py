@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_otel.core.model import DeviceBooks, DeviceStats, Frame, HeapProfile, ProfileKind, Sample
+from gpumem_otel.core.model import (
+    DeviceBooks,
+    DeviceStats,
+    Frame,
+    HeapProfile,
+    ProfileKind,
+    Sample,
+    Sizes,
+)
 from gpumem_otel.core.text import (
     TopRow,
     books_table,
@@ -89,8 +97,33 @@ def test_top_rows():
         TopRow("[backward]", 1, 100, 100),
     ]
     assert top_rows(PROFILE, "function", 0) == []
-    with pytest.raises(ValueError, match="top by 'line': not one of stack, function, file"):
-        top_rows(PROFILE, "line")
+    with pytest.raises(ValueError, match="top by 'nonsense': neither a way to sum up nor a label"):
+        top_rows(PROFILE, "nonsense")
+
+
+def test_top_rows_by_line_and_by_label():
+    assert top_rows(PROFILE, "line", 3) == [
+        TopRow("/x/m.py:3", 2, 600, 600),
+        TopRow("/x/m.py:9", 1, 300, 900),
+        TopRow("[backward]", 1, 100, 100),
+    ]
+    nowhere = HeapProfile(ProfileKind.LIVE, 0, (Sample((Frame("at::a()", "??", 3),), 1, 2),))
+    assert top_rows(nowhere, "line") == [TopRow("[no file]", 1, 2, 2)]
+    labelled = HeapProfile(
+        ProfileKind.PEAK,
+        0,
+        tuple(
+            Sample((frame,), 1, size, (("pool", pool),))
+            for frame, size, pool in ((F, 5, "0,1"), (G, 3, "default"), (H, 4, "default"))
+        ),
+        sizes=Sizes.REQUESTED,
+    )
+    assert top_rows(labelled, "pool") == [TopRow("default", 2, 7, 7), TopRow("0,1", 1, 5, 5)]
+    assert top_table(labelled, "pool", 1).splitlines() == [
+        "device 0, peak (requested bytes): 12 B in 3 allocations; shown: 58.3%",
+        "self  self%  total  total%  objects  pool",
+        " 7 B  58.3%    7 B   58.3%        2  default",
+    ]
 
 
 def test_frames_without_a_file_share_a_row():

@@ -323,6 +323,16 @@ def test_annotations_name_the_innermost_range():
     }
 
 
+@pytest.mark.parametrize("label", ["compile_context", "annotation"])
+def test_what_came_after_the_trace_is_not_said_to_be_older(label):
+    there = segment([block(512, requested=7, address=1000)], address=1000)
+    made, _ = played([there], [alloc(1000, 5), *free(1000, 5)])
+    live = live_profile(made, 0, namer=file_function_namer, label=label)
+    assert labelled(live) == {((label, "[after the trace]"),): 512}
+    unlabelled = live_profile(made, 0, namer=file_function_namer)
+    assert stacks_of(live) == stacks_of(unlabelled) == {NO_PYTHON_FRAME: (1, 512)}
+
+
 def test_no_such_label():
     made, _ = played([], [alloc(1, 1)])
     with pytest.raises(ValueError, match="label 'class': not one of pool, compile_context"):
@@ -450,3 +460,18 @@ def test_real_recordings_reconcile(path):
             f for s in peak_profile(made, device, namer=file_function_namer).samples
             for f in s.frames
         }  # fmt: skip
+
+
+def test_of_too_many_marks_the_newest_failures_are_kept():
+    """GIVEN 30,000 marks WHEN replayed THEN 20,000 are kept, and a warning says so."""
+    events = [{"action": "annotate", "user_metadata": "first"}]
+    events += [{"action": "oom", "size": n, "device_free": 1} for n in range(19_998)]
+    events += [{"action": "annotate", "user_metadata": str(n)} for n in range(10_001)]
+    found = from_torch(snapshot([], [events])).replay(0)
+    assert len(found.marks) == 20_000
+    assert [mark.moment for mark in found.marks] == list(range(1, 20_001))
+    left_out = "device 0: 10000 of 30000 failed allocations and annotations are left out"
+    assert [text for text in found.warnings if text.startswith(left_out)] != []
+    only = from_torch(snapshot([], [[*events[1:2] * 5, *events[1:-10_001] * 2]])).replay(0)
+    assert {mark.action for mark in only.marks} == {"oom"}
+    assert only.marks[-1].moment == only.events

@@ -1,0 +1,77 @@
+"""What the verbs that write a page share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from gpumem_otel.cli.common import (
+    keep_inputs,
+    open_source,
+    pick_devices,
+    progress,
+    warn,
+    warn_about,
+    write_output,
+)
+
+if TYPE_CHECKING:
+    from gpumem_otel.core.model import ProfileKind
+
+__all__ = ["default_output", "write_page"]
+
+_SUFFIXES = (".gz", ".pickle", ".pkl", ".json", ".gpumem")
+
+
+def default_output(source: str, verb: str) -> str:
+    """Name of the page where none is given: in the current folder, after the input."""
+    if source == "-":
+        return f"{verb}.html"
+    name = Path(source).name
+    for suffix in _SUFFIXES:
+        name = name.removesuffix(suffix)
+    return f"{name or 'snapshot'}.{verb}.html"
+
+
+def write_page(
+    source: str,
+    output: str | None,
+    *,
+    verb: str,
+    view: str,
+    kind: ProfileKind,
+    device: int | None,
+    before: str | None = None,
+) -> None:
+    """Read one input or two, and write the page about them.
+
+    Raises:
+        PageError: the page was not built into this installation.
+        SnapshotError: an input can not be read.
+        CommandFailed: the page can not be written.
+        click.UsageError: both inputs are standard input.
+    """
+    from gpumem_otel import page
+    from gpumem_otel.core.model import ProfileKind
+
+    if source == "-" and before == "-":
+        raise click.UsageError("only one input can be standard input")
+    page.require()  # before a large file is read in vain
+    target = output or default_output(source, verb)
+    keep_inputs(target, source, before)
+    earlier = None if before is None else open_source(before)
+    opened = open_source(source)
+    if device is not None:
+        pick_devices(opened.snapshot, device)
+    with progress(f"writing {target}"):
+        text = page.file_html(opened, before=earlier, device=device, view=view, kind=kind)
+        encoded = text.encode("ascii")
+        write_output(target, encoded)
+    if not opened.has(kind):
+        warn(f"{opened.snapshot.source}: holds no {kind.value} profile; the page opens with live")
+    for part in (opened,) if earlier is None else (earlier, opened):
+        warn_about(part, ProfileKind.PEAK)
+    if target != "-":
+        click.echo(f"{target}: {len(encoded):,} bytes, opens in any browser, needs no network")

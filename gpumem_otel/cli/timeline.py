@@ -1,0 +1,36 @@
+"""`gpumem-otel timeline IN`: a page with the memory over time."""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["command"]
+
+_EPILOG = """\b
+Examples:
+  gpumem-otel timeline snapshot.pickle
+  gpumem-otel timeline run.gpumem -o run.html
+
+One file that needs no network. Allocated (requested bytes) and reserved memory with the peak,
+failed allocations and annotations marked; click a moment to see what was alive at it, by stack.
+Of a recording every reading is a moment. Press ? in it for its keys.
+"""
+
+
+@click.command("timeline", epilog=_EPILOG, short_help="Write a page with the memory over time.")
+@click.argument("source", metavar="IN")
+@click.option(
+    "-o",
+    "--output",
+    metavar="OUT",
+    help='File, or "-" for stdout; by default IN.timeline.html here.',
+)
+@click.option("--device", type=int, metavar="N", help="Only this device.")
+def command(source: str, output: str | None, device: int | None) -> None:
+    """Write a page with the memory of the snapshot or recording IN over time."""
+    from gpumem_otel.cli.pages import write_page
+    from gpumem_otel.core.model import ProfileKind
+
+    write_page(
+        source, output, verb="timeline", view="timeline", kind=ProfileKind.LIVE, device=device
+    )

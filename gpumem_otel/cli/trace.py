@@ -1,0 +1,392 @@
+"""`gpumem-otel trace IN`: the recorded events, one line each, filtered."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import deque
+from datetime import datetime, timedelta, timezone
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import click
+
+from gpumem_otel.cli.common import (
+    ROWS,
+    CommandFailed,
+    namer_for,
+    open_source,
+    pick_devices,
+    warn,
+)
+from gpumem_otel.core.labels import pool_name
+from gpumem_otel.core.text import human_bytes, printable, stack_lines
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from gpumem_otel.core.model import Stack
+    from gpumem_otel.core.rawform import RawEvent, RawFrame
+    from gpumem_otel.core.snapshot import Snapshot
+    from gpumem_otel.core.trace_lines import EventLine, Wanted
+
+__all__ = ["command"]
+
+_EPILOG = """\b
+Examples:
+  gpumem-otel trace snapshot.pickle | less
+  gpumem-otel trace --action alloc --min-size 100MiB --stack 'attention' snapshot.pickle
+  gpumem-otel trace --address 0x7f5012000000 --frames snapshot.pickle
+  gpumem-otel trace --since 2.5 --until 3 --json snapshot.pickle | jq -s 'map(.size_bytes)|add'
+
+Sizes are requested bytes: 10MiB or 10M is 1024 * 1024 * 10, 10MB is 10 million. --json prints one
+object a line, so that it can be read while it is written.
+"""
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=timezone.utc)
+_MICROSECOND = timedelta(microseconds=1)
+_SECONDS = re.compile(r"[+-]?\d{1,12}(\.\d*)?")
+_SECONDS_WIDTH = 12
+_DAY_WIDTH = 32
+_BATCH = 4096
+"""Lines written at once."""
+
+
+def _size(value: str) -> int:
+    from gpumem_otel.core.trace_lines import size_from_text
+
+    try:
+        return size_from_text(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
+
+def _address(value: str) -> int:
+    try:
+        return int(value, 0)
+    except ValueError:
+        raise click.BadParameter(f"{value!r} is no address: write it as 0x7f5012000000") from None
+
+
+def _pattern(value: str) -> re.Pattern[str]:
+    try:
+        return re.compile(value)
+    except re.error as error:
+        raise click.BadParameter(f"{value!r} is no regular expression: {error}") from None
+
+
+def _plain_iso(value: str) -> str:
+    """The same time as Python 3.10 reads it: no Z, and six digits after the point."""
+    value = re.sub(r"[Zz]$", "+00:00", value)
+    return re.sub(r"\.(\d{1,6})\d*", lambda digits: f".{digits[1]:0<6}", value)
+
+
+def _time(value: str) -> timedelta | datetime:
+    """Seconds since the start of the trace, or a moment."""
+    if _SECONDS.fullmatch(value):
+        return timedelta(seconds=float(value))
+    try:
+        moment = datetime.fromisoformat(_plain_iso(value))
+    except ValueError:
+        raise click.BadParameter(
+            f"{value!r} is no time: write seconds since the start of the trace, or "
+            "2026-11-29T17:50:00+00:00"
+        ) from None
+    return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
+
+
+@click.command("trace", epilog=_EPILOG, short_help="Print the recorded events, filtered.")
+@click.argument("source", metavar="IN")
+@click.option("--device", type=int, metavar="N", help="Only this device.")
+@click.option("--min-size", type=_size, metavar="SIZE", help="Only events of at least so much.")
+@click.option("--max-size", type=_size, metavar="SIZE", help="Only events of at most so much.")
+@click.option(
+    "--stack", type=_pattern, metavar="REGEX", help="Only where a function or file matches."
+)
+@click.option(
+    "--since",
+    type=_time,
+    metavar="TIME",
+    help="Seconds since the first event, or an ISO time (UTC unless it says otherwise).",
+)
+@click.option("--until", type=_time, metavar="TIME", help="As --since; not included.")
+@click.option(
+    "--address", type=_address, metavar="0x..", help="Only of memory that this address lies in."
+)
+@click.option(
+    "--action",
+    "actions",
+    multiple=True,
+    metavar="WORD",
+    help="alloc, free (both halves), segment (all four), oom, or as torch writes it; repeatable.",
+)
+@click.option("-n", "--number", type=ROWS, metavar="N", help="Only the first N of each device.")
+@click.option("--tail", type=ROWS, metavar="N", help="Only the last N of each device.")
+@click.option("--frames", is_flag=True, help="Whole stacks, leaf first.")
+@click.option("--absolute", is_flag=True, help="Times of day (UTC) instead of seconds.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def command(
+    source: str,
+    *,
+    device: int | None,
+    min_size: int | None,
+    max_size: int | None,
+    stack: re.Pattern[str] | None,
+    since: timedelta | datetime | None,
+    until: timedelta | datetime | None,
+    address: int | None,
+    actions: tuple[str, ...],
+    number: int | None,
+    tail: int | None,
+    frames: bool,
+    absolute: bool,
+    as_json: bool,
+) -> None:
+    """Print the events of the snapshot IN, or of the last window of the recording IN.
+
+    A free whose allocation is not in the trace is marked [alloc not seen]: recording began after
+    it, or the ring of events was full and dropped it.
+    """
+    from gpumem_otel.core.trace_lines import Wanted, first_time_us
+
+    if number is not None and tail is not None:
+        raise click.UsageError("-n and --tail exclude each other")
+    opened = open_source(source)
+    window = opened.window()
+    snapshot = opened.snapshot if window is None else window[0]
+    devices = pick_devices(snapshot, device)
+    starts = [first_time_us(snapshot.raw_events(one)) for one in devices]
+    # devices share one clock, so that their lines can be put beside each other
+    start_us = min((start for start in starts if start is not None), default=None)
+    wanted = Wanted(
+        min_size_bytes=min_size,
+        max_size_bytes=max_size,
+        stack=stack,
+        since_us=_absolute(snapshot, since, start_us),
+        until_us=_absolute(snapshot, until, start_us),
+        address=address,
+        actions=_actions(snapshot, devices, actions),
+    )
+    for warning in [*snapshot.warnings, *_overflows(snapshot, devices)]:
+        warn(f"{snapshot.source}: {warning}")
+    if not any(map(snapshot.raw_events, devices)):
+        warn(
+            f"{snapshot.source}: holds no events; record history "
+            "(torch.cuda.memory._record_memory_history()) to have them"
+        )
+    shower: _Json | _Text = (
+        _Json(snapshot, frames=frames)
+        if as_json
+        else _Text(snapshot, frames=frames, absolute=absolute, start_us=start_us)
+    )
+    for one in devices:
+        events = snapshot.raw_events(one)
+        if events:
+            _write(shower.lines(one, events, _some(events, wanted, number, tail)))
+
+
+def _overflows(snapshot: Snapshot, devices: Sequence[int]) -> Iterator[str]:
+    from gpumem_otel.core.trace_lines import recorded_before
+
+    for device in devices:
+        events = snapshot.raw_events(device)
+        count = recorded_before(snapshot.raw_segments(device), events)
+        if count and len(events) > 1:
+            yield (
+                f"device {device}: {count} live blocks were recorded before the first event in "
+                f"the trace: its ring of {len(events)} events was full, or was cleared"
+            )
+
+
+def _absolute(
+    snapshot: Snapshot, value: timedelta | datetime | None, start_us: int | None
+) -> int | None:
+    """Microseconds since 1970.
+
+    Raises:
+        CommandFailed: no event carries a time.
+    """
+    if value is None:
+        return None
+    if start_us is None:
+        raise CommandFailed(
+            f"{snapshot.source}: its events carry no time (torch before 2.2, or none recorded): "
+            "leave --since and --until out"
+        )
+    if isinstance(value, timedelta):
+        return start_us + value // _MICROSECOND
+    return (value - _EPOCH) // _MICROSECOND
+
+
+def _actions(
+    snapshot: Snapshot, devices: Sequence[int], words: Sequence[str]
+) -> frozenset[str] | None:
+    """Torch's words; None for any.
+
+    Raises:
+        click.BadParameter: neither torch nor this trace knows such an action.
+    """
+    from gpumem_otel.core.trace_lines import ACTIONS, KNOWN_ACTIONS
+
+    if not words:
+        return None
+    found = {action for word in words for action in ACTIONS.get(word, (word,))}
+    if strange := found - KNOWN_ACTIONS:
+        there = {event.get("action") for device in devices for event in snapshot.raw_events(device)}
+        if not strange <= there:
+            word = min(strange - {text for text in there if text is not None})
+            known = ", ".join([*ACTIONS, *sorted(KNOWN_ACTIONS)])
+            raise click.BadParameter(
+                f"no event of {snapshot.source} is a {word!r} (known: {known})",
+                param_hint="'--action'",
+            )
+    return frozenset(found)
+
+
+def _some(
+    events: Sequence[RawEvent], wanted: Wanted, number: int | None, tail: int | None
+) -> Iterable[EventLine]:
+    from gpumem_otel.core.trace_lines import pick
+
+    found = pick(events, wanted)
+    if tail is not None:
+        return deque(found, maxlen=tail)
+    return islice(found, number)
+
+
+def _write(lines: Iterator[str]) -> None:
+    while batch := list(islice(lines, _BATCH)):
+        click.echo("".join(batch), nl=False)
+
+
+def _day_time(time_us: int) -> str:
+    """ISO in UTC; the bare number where it is beyond the calendar."""
+    try:
+        return (_EPOCH + timedelta(microseconds=time_us)).isoformat(timespec="microseconds")
+    except OverflowError:
+        return f"{time_us} us"
+
+
+class _Stacks:
+    """Names stacks; each distinct one once."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        from gpumem_otel.core.frames import StackBuilder
+
+        self._builder = StackBuilder(namer_for(snapshot), resolved=snapshot.resolved)
+        self._known: dict[tuple[int, ...], tuple[str, Stack]] = {}
+
+    def __call__(self, frames: Sequence[RawFrame]) -> tuple[str, Stack]:
+        """A stack in one line, and as it is."""
+        # frames live as long as their snapshot, so that identities will do
+        key = tuple(map(id, frames))
+        found = self._known.get(key)
+        if found is None:
+            from gpumem_otel.core.stack_text import short_line
+
+            stack = self._builder.build(frames)
+            found = self._known[key] = (short_line(stack), stack)
+        return found
+
+
+class _Text:
+    """Lines for people."""
+
+    def __init__(
+        self, snapshot: Snapshot, *, frames: bool, absolute: bool, start_us: int | None
+    ) -> None:
+        self._stacks = _Stacks(snapshot)
+        self._frames = frames
+        self._absolute = absolute
+        self._start_us = start_us or 0
+
+    def lines(
+        self, device: int, events: Sequence[RawEvent], found: Iterable[EventLine]
+    ) -> Iterator[str]:
+        """A title, headers, the events, and a last line where there is none."""
+        digits = max(len(str(len(events))), len("event"))
+        time = "time (UTC)" if self._absolute else "seconds"
+        width = _DAY_WIDTH if self._absolute else _SECONDS_WIDTH
+        yield f"device {device}: {len(events):,} events{_span(events)}\n"
+        yield (
+            f"{'event':>{digits}}  {time:>{width}}  {'action':14}  {'size':>10}  "
+            f"{'address':14}  {'stream':>14}  {'pool':7}  where\n"
+        )
+        event = None
+        for event in found:
+            where, stack = self._stacks(event.frames)
+            address = "-" if event.address is None else f"{event.address:#x}"
+            pool = "-" if event.pool_id is None else pool_name(event.pool_id)
+            line = (
+                f"{event.number:>{digits}}  {self._time(event.time_us):>{width}}  "
+                f"{printable(event.action):14}  {human_bytes(event.size_bytes):>10}  "
+                f"{address:14}  {event.stream:>#14x}  {pool:7}  {_marks(event)}{where}"
+            )
+            yield line.rstrip() + "\n"
+            if self._frames:
+                yield from (f"{'':{digits + 4}}{line}\n" for line in stack_lines(stack))
+        if event is None:
+            yield "no event matches\n"
+
+    def _time(self, time_us: int | None) -> str:
+        if time_us is None:
+            return "-"
+        if self._absolute:
+            return _day_time(time_us)
+        return f"{(time_us - self._start_us) / 1e6:.6f}"
+
+
+def _span(events: Sequence[RawEvent]) -> str:
+    from gpumem_otel.core.trace_lines import first_time_us
+
+    first, last = first_time_us(events), first_time_us(events[::-1])
+    if first is None or last is None:
+        return ""
+    return f" in {(last - first) / 1e6:.6f} s from {_day_time(first)}"
+
+
+def _marks(event: EventLine) -> str:
+    """What there is to say about an event beside its place; with a blank after it."""
+    mark = "[alloc not seen] " if event.unseen else ""
+    if event.device_free_bytes is not None:
+        mark += f"[device had {human_bytes(event.device_free_bytes)} free] "
+    if event.user_metadata:
+        mark += f"[{printable(event.user_metadata)}] "
+    return mark
+
+
+class _Json:
+    """Objects for programs."""
+
+    def __init__(self, snapshot: Snapshot, *, frames: bool) -> None:
+        self._stacks = _Stacks(snapshot)
+        self._frames = frames
+
+    def lines(
+        self, device: int, events: Sequence[RawEvent], found: Iterable[EventLine]
+    ) -> Iterator[str]:
+        """An object a line."""
+        del events
+        encode = json.JSONEncoder(ensure_ascii=False).encode
+        for event in found:
+            where, stack = self._stacks(event.frames)
+            form: dict[str, object] = {
+                "device": device,
+                "event": event.number,
+                "action": event.action,
+                "time_us": event.time_us,
+                "size_bytes": event.size_bytes,
+                "address": event.address,
+                "stream": event.stream,
+                "pool": event.pool_id,
+                "allocation_seen": not event.unseen,
+                "device_free_bytes": event.device_free_bytes,
+                "compile_context": event.compile_context,
+                "user_metadata": event.user_metadata,
+                "where": where,
+            }
+            if self._frames:
+                form["frames"] = [
+                    {"name": f.name, "filename": f.filename, "line": f.line} for f in stack
+                ]
+            yield encode(form) + "\n"

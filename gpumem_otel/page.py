@@ -1,0 +1,201 @@
+"""The page: one HTML file with flame graphs, timeline and segments, which needs no network.
+
+What it looks like is built from `web/` when the package is built; here the data are put in.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from gpumem_otel._version import __version__
+from gpumem_otel.core.model import ProfileKind
+from gpumem_otel.core.opened import Opened
+from gpumem_otel.core.pageform import PageForm
+from gpumem_otel.errors import PageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.abc import Traversable
+
+    from gpumem_otel.core.model import HeapProfile
+    from gpumem_otel.core.record_values import Recording
+    from gpumem_otel.core.snapshot import Snapshot
+
+__all__ = [
+    "VIEWS",
+    "available",
+    "file_html",
+    "html",
+    "profiles_html",
+    "recording_html",
+    "require",
+]
+
+VIEWS = ("flamegraph", "timeline", "segments", "difference")
+
+_PLACE = "@@payload@@"
+_MADE_BY = f"gpumem-otel {__version__}"
+
+
+def available() -> bool:
+    """Whether the page was built into this installation."""
+    return _built().is_file()
+
+
+def require() -> None:
+    """Nothing, where the page is there.
+
+    Raises:
+        PageError: the page was not built into this installation.
+    """
+    if not available():
+        _template()
+
+
+def file_html(
+    opened: Opened,
+    *,
+    before: Opened | None = None,
+    device: int | None = None,
+    view: str = "flamegraph",
+    kind: ProfileKind = ProfileKind.LIVE,
+) -> str:
+    """A page about a file, whichever kind it is, or about what changed since another one.
+
+    Args:
+        opened: what to show.
+        before: what to compare it with.
+        device: only this one; None: all.
+        view: where the page opens, one of `VIEWS`; all others are a click away.
+        kind: of the flame graph that is shown first.
+
+    Raises:
+        PageError: the page was not built into this installation.
+        SnapshotError: the sizes in the trace are no sizes.
+    """
+    template = _template()
+    form = PageForm()
+    if before is not None:
+        form.add_before(before, device)
+    recording = opened.recording
+    if recording is None:
+        form.add_snapshot(opened.snapshot, device)
+    else:
+        allocated = opened.profiles(ProfileKind.ALLOCATED) if recording.windows else ()
+        form.add_recording(recording, device, allocated=allocated)
+    return _put(template, form, opened.snapshot.source, view, kind, device)
+
+
+def html(
+    snapshot: Snapshot,
+    *,
+    before: Snapshot | None = None,
+    device: int | None = None,
+    view: str = "flamegraph",
+    kind: ProfileKind = ProfileKind.LIVE,
+    title: str = "",
+) -> str:
+    """A page about a snapshot, or about what changed since another one.
+
+    Args:
+        snapshot: what to show.
+        before: what to compare it with.
+        device: only this one; None: all.
+        view: where the page opens, one of `VIEWS`; all others are a click away.
+        kind: of the flame graph that is shown first.
+        title: by default the name of the file.
+
+    Raises:
+        PageError: the page was not built into this installation.
+        SnapshotError: the sizes in the trace are no sizes.
+    """
+    template = _template()
+    form = PageForm()
+    if before is not None:
+        form.add_before(Opened(before), device)
+    form.add_snapshot(snapshot, device)
+    return _put(template, form, title or snapshot.source, view, kind, device)
+
+
+def recording_html(
+    recording: Recording,
+    *,
+    before: Snapshot | None = None,
+    device: int | None = None,
+    view: str = "timeline",
+    kind: ProfileKind = ProfileKind.LIVE,
+    title: str = "",
+    allocated: Sequence[HeapProfile] = (),
+) -> str:
+    """A page about a recording of ours: its last reading, and all of them over time.
+
+    Args:
+        recording: what to show, with at least one reading.
+        before: what to compare its last reading with.
+        device: only this one; None: all.
+        view: where the page opens.
+        kind: of the flame graph that is shown first.
+        title: by default the name of the file.
+        allocated: what was allocated in its last window, if it has one.
+
+    Raises:
+        PageError: the page was not built into this installation.
+    """
+    template = _template()
+    form = PageForm()
+    if before is not None:
+        form.add_before(Opened(before), device)
+    form.add_recording(recording, device, allocated=allocated)
+    return _put(template, form, title or recording.source, view, kind, device)
+
+
+def profiles_html(
+    profiles: Sequence[HeapProfile],
+    *,
+    before: Sequence[HeapProfile] = (),
+    title: str = "",
+) -> str:
+    """A page with flame graphs of profiles, one per kind and device.
+
+    Args:
+        profiles: what to show.
+        before: what to compare them with.
+        title: of the page.
+
+    Raises:
+        PageError: the page was not built into this installation.
+    """
+    template = _template()
+    form = PageForm()
+    for name, part in (("before", before), (title or "profile", profiles)):
+        if part or name != "before":
+            form.add_source(name, ())
+            for profile in part:
+                form.add_profile(profile)
+    kind = profiles[0].kind if profiles else ProfileKind.LIVE
+    view = "difference" if before else "flamegraph"
+    return _put(template, form, title or "profile", view, kind, None)
+
+
+def _put(  # noqa: PLR0917
+    template: str, form: PageForm, title: str, view: str, kind: ProfileKind, device: int | None
+) -> str:
+    payload = form.packed(title=title, view=view, kind=kind, device=device, made_by=_MADE_BY)
+    head, _, tail = template.partition(_PLACE)
+    return f"{head}{payload}{tail}"
+
+
+def _built() -> Traversable:
+    return files("gpumem_otel") / "web" / "page.html"
+
+
+def _template() -> str:
+    try:
+        return _built().read_text(encoding="utf-8")
+    except OSError:
+        raise PageError(
+            "the page is not in this installation, since npm (Node.js 18 or newer) was missing or "
+            "failed when it was built: install npm, then install gpumem-otel again, or install a "
+            "released wheel"
+        ) from None
