@@ -32,7 +32,7 @@ T = TypeVar("T")
 START_SECONDS = 60.0
 """For a server to become ready, on a machine that is busy with other things."""
 
-PROGRAMS = ("prometheus", "promtool", "otelcol")
+PROGRAMS = ("prometheus", "promtool", "otelcol", "alertmanager")
 
 
 def program(name: str) -> str:
@@ -122,6 +122,7 @@ class Prometheus(Server):
     Args:
         scrape: job name -> targets (`host:port`).
         job_options: lines added to every scrape job, for instance `{"honor_labels": True}`.
+        rule_files: rules that it evaluates.
     """
 
     name = "prometheus"
@@ -132,10 +133,12 @@ class Prometheus(Server):
         *,
         scrape: Mapping[str, Sequence[str]] | None = None,
         job_options: Mapping[str, object] | None = None,
+        rule_files: Sequence[Path] = (),
     ) -> None:
         super().__init__(folder)
         self._scrape = scrape or {}
         self._job_options = job_options or {}
+        self._rule_files = [str(path) for path in rule_files]
         self.port = free_port()
 
     @property
@@ -152,6 +155,7 @@ class Prometheus(Server):
         binary = program("prometheus")
         config = {
             "global": {"scrape_interval": "1s", "scrape_timeout": "1s"},
+            "rule_files": self._rule_files,
             "scrape_configs": [
                 {
                     "job_name": job,

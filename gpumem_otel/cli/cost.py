@@ -1,0 +1,223 @@
+"""`gpumem-otel cost`: what the metrics and profiles of a job amount to, before it runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import click
+
+from gpumem_otel.cli.common import environ, print_json, warn
+
+if TYPE_CHECKING:
+    from gpumem_otel.config import Config
+
+__all__ = [
+    "BYTES_PER_SAMPLE",
+    "PROFILE_BYTES",
+    "SCRAPE_SERIES",
+    "Row",
+    "Wanted",
+    "command",
+    "estimate",
+]
+
+BYTES_PER_SAMPLE = 2
+"""On the disk of a Prometheus, whose documentation says 1 to 2.
+https://prometheus.io/docs/prometheus/latest/storage/#operational-aspects"""
+
+SCRAPE_SERIES = 5
+"""What Prometheus writes about each target itself: `up` and four `scrape_*`.
+https://prometheus.io/docs/concepts/jobs_instances/"""
+
+PROFILE_BYTES = 3_845
+"""One pushed profile of 200 stacks: `gzip_bytes` of benchmarks/results/overhead-h200.json."""
+
+_SAMPLE_TYPES = 3
+"""Of every profile: objects, space and snapshots, each a profile type of its own in Pyroscope."""
+
+_MONTH_SECONDS = 30 * 86_400
+
+_EPILOG = """\b
+Examples:
+  gpumem-otel cost --ranks 4000
+  gpumem-otel cost --ranks 512 --metrics-level full --scrape-interval 30
+  GPUMEM_OTEL_PROFILES=live,allocated gpumem-otel cost --ranks 64 --json
+
+What is not said here is taken from the environment variables, as a job would take it.
+"""
+
+
+class Wanted(NamedTuple):
+    """What was asked for on the command line; None: as the settings say."""
+
+    ranks: int
+    devices_per_rank: int = 1
+    metrics_level: str | None = None
+    scrape_interval: float | None = None
+    profile_interval: float | None = None
+    profile_bytes: int = PROFILE_BYTES
+
+
+class Row(NamedTuple):
+    """One line of the answer; `per_second` counts samples, or profiles."""
+
+    series: int
+    interval_seconds: float
+    per_second: float
+    bytes_per_second: float
+
+    @property
+    def gb_per_month(self) -> float:
+        """Billions of bytes in 30 days."""
+        return self.bytes_per_second * _MONTH_SECONDS / 1e9
+
+
+@click.command("cost", epilog=_EPILOG, short_help="Print series and bytes of a job of this size.")
+@click.option("--ranks", type=click.IntRange(1, 10_000_000), required=True, help="Processes.")
+@click.option(
+    "--devices-per-rank",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="GPUs that each process uses.",
+)
+@click.option(
+    "--metrics-level",
+    type=click.Choice(["minimal", "standard", "full"]),
+    help="How many metrics (GPUMEM_OTEL_METRICS_LEVEL).",
+)
+@click.option(
+    "--scrape-interval",
+    type=click.FloatRange(0.1, 86_400),
+    metavar="SECONDS",
+    help="Between scrapes; 15, or where metrics go over OTLP only, OTEL_METRIC_EXPORT_INTERVAL.",
+)
+@click.option(
+    "--profile-interval",
+    type=click.FloatRange(0.1, 86_400),
+    metavar="SECONDS",
+    help="Between profiles (GPUMEM_OTEL_INTERVAL).",
+)
+@click.option(
+    "--profile-bytes",
+    type=click.IntRange(1, 100_000_000),
+    metavar="N",
+    default=PROFILE_BYTES,
+    show_default=True,
+    help="Of one pushed profile, gzipped.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The same as JSON, for programs.")
+def command(
+    *,
+    ranks: int,
+    devices_per_rank: int,
+    metrics_level: str | None,
+    scrape_interval: float | None,
+    profile_interval: float | None,
+    profile_bytes: int,
+    as_json: bool,
+) -> None:
+    """Print how many series and bytes the metrics and profiles of a job come to."""
+    from gpumem_otel.options import resolve
+
+    config = resolve(environ())
+    wanted = Wanted(
+        ranks, devices_per_rank, metrics_level, scrape_interval, profile_interval, profile_bytes
+    )
+    metrics, profiles, assumptions = estimate(config, wanted)
+    if as_json:
+        print_json(
+            {
+                "ranks": ranks,
+                "devices_per_rank": devices_per_rank,
+                "metrics": _form(metrics, "samples_per_second"),
+                "profiles": _form(profiles, "profiles_per_second"),
+                "assumptions": assumptions,
+                "warnings": list(config.warnings),
+            }
+        )
+        return
+    for warning in config.warnings:
+        warn(warning)
+    _print(wanted, metrics, profiles, assumptions)
+
+
+def estimate(config: Config, wanted: Wanted) -> tuple[Row, Row, list[str]]:
+    """Metrics, profiles, and what was assumed of them, a sentence each."""
+    from gpumem_otel.cli.cost_series import series_of_a_rank
+    from gpumem_otel.export.schedule import stretch
+    from gpumem_otel.export.table import Level
+
+    kinds = config.profiles.kinds
+    level = Level(wanted.metrics_level or config.metrics.level)
+    own = series_of_a_rank(level, wanted.devices_per_rank, kinds)
+    only_otlp = config.metrics.otlp and not config.serve.enabled and not wanted.scrape_interval
+    of_scrape = 0 if only_otlp else SCRAPE_SERIES
+    every = config.metrics.otlp_interval_seconds if only_otlp else wanted.scrape_interval or 15.0
+    series = wanted.ranks * (own + of_scrape)
+    metrics = Row(series, every, series / every, series / every * BYTES_PER_SAMPLE)
+    way = "sent over OTLP" if only_otlp else f"scraped, and {SCRAPE_SERIES} about each scrape"
+    assumptions = [
+        f"metrics: level {level.value}, at most {own} series a rank, {way}",
+        f"metrics: {BYTES_PER_SAMPLE} bytes a sample on Prometheus' disk; it says 1 to 2 itself",
+    ]
+    if config.metrics.otlp and not only_otlp:
+        assumptions.append("metrics: OTLP is on besides, and comes on top where it is stored too")
+
+    asked = wanted.profile_interval or config.profiles.interval_seconds
+    a_round = wanted.ranks * wanted.devices_per_rank * len(kinds)
+    budget = config.profiles.job_push_bytes_per_second
+    spread = stretch(asked, a_round * wanted.profile_bytes / budget)
+    sent = a_round / spread
+    profiles = Row(a_round * _SAMPLE_TYPES, spread, sent, sent * wanted.profile_bytes)
+    measured = (
+        " a push (measured: 200 stacks)" if wanted.profile_bytes == PROFILE_BYTES else " a push"
+    )
+    assumptions += [
+        f"profiles: {', '.join(kinds)}, of each device, {wanted.profile_bytes:,} bytes{measured}",
+        "profiles: bytes are those sent, gzipped, not what a server makes of them",
+    ]
+    if spread > asked:
+        assumptions.append(
+            f"profiles: every {spread:g} s instead of {asked:g} s, to stay within the job's "
+            f"budget of {budget:,.0f} bytes a second (GPUMEM_OTEL_JOB_PUSH_BYTES_PER_SECOND)"
+        )
+    if not config.pyroscope.url:
+        assumptions.append(
+            "profiles: as if PYROSCOPE_SERVER_ADDRESS were set, which it is not here"
+        )
+    if not config.enabled:
+        assumptions.append("GPUMEM_OTEL_DISABLED is set here: a job would export nothing")
+    assumptions.append("a month has 30 days, a GB 1,000,000,000 bytes")
+    return metrics, profiles, assumptions
+
+
+def _form(row: Row, per_second: str) -> dict[str, float]:
+    return {
+        "series": row.series,
+        "interval_seconds": row.interval_seconds,
+        per_second: round(row.per_second, 3),
+        "bytes_per_second": round(row.bytes_per_second, 3),
+        "gb_per_month": round(row.gb_per_month, 3),
+    }
+
+
+def _print(wanted: Wanted, metrics: Row, profiles: Row, assumptions: list[str]) -> None:
+    devices = f"{wanted.devices_per_rank} device" + "s" * (wanted.devices_per_rank > 1)
+    ranks = f"{wanted.ranks:,} rank" + "s" * (wanted.ranks > 1)
+    click.echo(f"{ranks}, {devices} each")
+    click.echo(
+        f"{'':<10}{'series':>14}{'every':>10}{'per second':>22}{'bytes/s':>16}{'GB/month':>12}"
+    )
+    for name, row, things in (
+        ("metrics", metrics, "samples"),
+        ("profiles", profiles, "profiles"),
+    ):
+        click.echo(
+            f"{name:<10}{row.series:>14,}{f'{row.interval_seconds:g} s':>10}"
+            f"{f'{row.per_second:,.1f} {things}':>22}{row.bytes_per_second:>16,.0f}"
+            f"{row.gb_per_month:>12,.1f}"
+        )
+    click.echo("assumed:")
+    for sentence in assumptions:
+        click.echo(f"  {sentence}")
