@@ -8,7 +8,7 @@ DURATION ?= 30
 SERVERS_BIN = $(CACHE)/servers/bin
 K8S_BIN = $(CACHE)/k8s/bin
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
-SOURCES = gpumem_otel tests tools benchmarks grafana helm hatch_build.py
+SOURCES = gpumem_otel tests tools benchmarks grafana helm hatch_build.py deploy
 
 .PHONY: demo test test-oldest check-servers check-helm check-page test-torch test-gpu fuzz lint types docs docs-check dashboards format clean help
 
@@ -35,7 +35,7 @@ demo: $(VENV)/demo.stamp ## train on the GPU, or replay a recorded training run 
 test: $(VENV)/test.stamp ## all tests that need neither a GPU, nor torch, nor servers
 	$(VENV)/bin/python -m pytest -m 'not servers' $(TESTS)
 
-check-servers: $(VENV)/test.stamp ## the tests with a real Prometheus and OpenTelemetry Collector
+check-servers: $(VENV)/test.stamp ## the tests with a real Prometheus, Alertmanager and OpenTelemetry Collector
 	tools/servers/build.sh $(SERVERS_BIN)
 	GPUMEM_REQUIRE_SERVERS=1 GPUMEM_SERVERS_BIN=$(SERVERS_BIN) \
 		$(VENV)/bin/python -m pytest -m servers $(TESTS)

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# All GPUs of this machine, or its cores where there is none: torchrun.sh [STEPS]
+#
+# `gpumem-otel sd --watch 15 -o /etc/prometheus/targets/jobs.json` gives its ranks to a Prometheus on
+# this machine.
+set -euo pipefail
+cd "$(dirname "$0")"
+
+export OTEL_SERVICE_NAME=llm-train
+export GPUMEM_OTEL_SERVE=1 # 127.0.0.1, port 9464 + local rank
+export PYROSCOPE_SERVER_ADDRESS=http://127.0.0.1:9999 # Alloy on this node
+exec gpumem-otel run -- torchrun --nproc-per-node auto train.py "$@"
