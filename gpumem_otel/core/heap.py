@@ -52,6 +52,7 @@ __all__ = [
 _BYTES_COUNTER = "requested_bytes.all.allocated"
 _OBJECTS_COUNTER = "allocation.all.allocated"
 _BLOCKS_PER_PAUSE = 32
+_MOST_NS = 2**63 - 1
 _REQUESTED = "sizes are requested bytes, before the allocator rounds them"
 """Comment of a profile whose sizes are not those of the allocator's blocks."""
 
@@ -288,10 +289,15 @@ def replayed_profile(
         ProfileKind.PEAK if moment is None else ProfileKind.LIVE,
         device,
         samples_of(sums),
-        time_ns or max(replay.time_us[at], 0) * 1000,
+        time_ns or _nanoseconds(replay.time_us[at]),
         comments=(_REQUESTED, where),
         sizes=Sizes.REQUESTED,
     )
+
+
+def _nanoseconds(time_us: int) -> int:
+    """0 where it is unknown, or no time that 64 bits hold: a file may say anything."""
+    return time_us * 1000 if 0 <= time_us <= _MOST_NS // 1000 else 0
 
 
 def _replayed(
@@ -379,7 +385,7 @@ def alike(profiles: Iterable[HeapProfile]) -> Sizes:
         ValueError: some are requested bytes, some those of the allocator.
     """
     parts = list(profiles)
-    found = {part.sizes for part in parts if part.samples} or {part.sizes for part in parts}
+    found = {part.sizes for part in parts if part.samples} or {parts[-1].sizes}
     if len(found) > 1:
         raise ValueError(
             "requested bytes (of a trace) and bytes of the allocator's blocks do not compare"

@@ -126,10 +126,12 @@ def test_an_oom_entry_alone(ask):
     assert [event["action"] for event in ask(raw, "trace")] == ["oom"]
 
 
-def test_integers_of_nine_bytes(ask, convert):
-    """pytorch#115234: they stop the reader; and pprof's are signed."""
+@pytest.mark.parametrize("time_us", [2**63, 2**63 - 1, 2**63 // 1000 + 1])
+def test_integers_of_nine_bytes(ask, convert, time_us):
+    """pytorch#115234: they stop the reader; and pprof's are signed, its times nanoseconds."""
     frame = raw_form.frame("f", line=2**64 - 1)
-    event = {**raw_form.alloc(2**64 - 512, 512, (frame,)), "stream": 2**64 - 1, "time_us": 2**63}
+    event = raw_form.alloc(2**64 - 512, 512, (frame,))
+    event |= {"stream": 2**64 - 1, "time_us": time_us}
     blocks = [raw_form.block(512, (frame,), address=2**64 - 512)]
     raw = raw_form.snapshot([raw_form.segment(blocks, address=2**64 - 512, stream=2**64 - 1)])
     raw["device_traces"] = [[event, OOM]]

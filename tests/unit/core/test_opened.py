@@ -9,7 +9,7 @@ from support import raw_snapshots as raw_form
 from support.recordings import DATA, START_NS, make_recording
 
 from gpumem_otel.core import heap
-from gpumem_otel.core.model import ProfileKind, Sizes
+from gpumem_otel.core.model import HeapProfile, ProfileKind, Sizes
 from gpumem_otel.core.opened import open_bytes, open_file
 from gpumem_otel.core.snapshot import load_snapshot
 from gpumem_otel.errors import NoHistoryError
@@ -79,6 +79,16 @@ def test_the_peak_of_a_recording_is_the_reading_that_held_most():
         "reading 2 of 3, the one that held most: what was alive between readings is not known",
     )
     assert heap.check(peak, most) == ()
+
+
+def test_empty_profiles_compare_with_any():
+    """Of a file without devices, and of one whose events hold nothing."""
+    events = [{"action": "alloc"}, {"action": "alloc"}]
+    raw = {"segments": [], "device_traces": [events]}
+    (peak,) = open_bytes(pickle.dumps(raw, 4), "made").profiles(ProfileKind.PEAK)
+    nothing = HeapProfile(ProfileKind.PEAK, -1, ())
+    assert peak.samples == ()
+    assert heap.diff(nothing, peak) == heap.diff(peak, nothing) == ()
 
 
 def test_the_peak_of_a_recording_needs_no_window():
