@@ -16,15 +16,16 @@ from gpumem_otel.core.rawform import (
     text,
     whole,
 )
+from gpumem_otel.core.stacktable import StackTable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
-    from gpumem_otel.core.model import DeviceBooks, Stack
+    from gpumem_otel.core.model import DeviceBooks
     from gpumem_otel.core.pagedata import Columns
     from gpumem_otel.core.pagestacks import PageStacks
     from gpumem_otel.core.ports import FrameNamer
-    from gpumem_otel.core.rawform import RawBlock, RawSegment
+    from gpumem_otel.core.rawform import RawBlock, RawFrame, RawSegment
     from gpumem_otel.core.snapshot import Snapshot
 
 __all__ = ["segments_form"]
@@ -59,14 +60,21 @@ def segments_form(
         event.get("addr") for event in snapshot.raw_events(device) if event.get("action") == "alloc"
     }
 
-    def stack_of(block: RawBlock, state: BlockState) -> Stack:
+    # thousands of blocks share a stack: it is built once
+    table, nodes = StackTable(), [0]
+
+    def node_of(frames: Sequence[RawFrame]) -> int:
+        number = table.index(frames)
+        if number == len(nodes):
+            nodes.append(stacks.node(builder.build(frames)))
+        return nodes[number]
+
+    def node_of_block(block: RawBlock, state: BlockState) -> int:
         # torch 2.0 keeps what once was in an inactive block
         frames = () if state is BlockState.INACTIVE else frames_of(block)
-        if frames:
-            return builder.build(frames)
-        if state is BlockState.ACTIVE_ALLOCATED:
-            return builder.root(stackless_root(block.get("address") in traced))
-        return ()
+        if not frames and state is BlockState.ACTIVE_ALLOCATED:
+            return stacks.node(builder.root(stackless_root(block.get("address") in traced)))
+        return node_of(frames)
 
     pools: dict[tuple[int, int], int] = {}
     rows: list[tuple[int, ...]] = []
@@ -74,7 +82,7 @@ def segments_form(
     first = [0]
     for segment in segments:
         pool = pool_of(segment.get("segment_pool_id")) or DEFAULT_POOL
-        blocks += _blocks(segment, stack_of, stacks)
+        blocks += _blocks(segment, node_of_block)
         first.append(len(blocks))
         rows.append(
             (
@@ -84,7 +92,7 @@ def segments_form(
                 stacks.string(text(segment.get("segment_type"))),
                 pools.setdefault(pool, len(pools)),
                 int(segment.get("is_expandable") is True),
-                stacks.node(builder.build(segment.get("frames") or ())),
+                node_of(segment.get("frames") or ()),
             )
         )
     kinds = {"address": "u64", "bytes": "f64", "stream": "f64", "kind": "u32", "pool": "u32"}
@@ -100,7 +108,7 @@ def segments_form(
 
 
 def _blocks(
-    segment: RawSegment, stack_of: Callable[[RawBlock, BlockState], Stack], stacks: PageStacks
+    segment: RawSegment, node_of: Callable[[RawBlock, BlockState], int]
 ) -> Iterator[tuple[int, ...]]:
     at = whole(segment.get("address"))
     for block in segment["blocks"]:
@@ -109,7 +117,7 @@ def _blocks(
         at = at if address is None else address
         # of an inactive block it is stale
         asked = 0 if state is BlockState.INACTIVE else requested_of(block)
-        yield at, block["size"], asked, _STATES[state], stacks.node(stack_of(block, state))
+        yield at, block["size"], asked, _STATES[state], node_of(block, state)
         at += block["size"]
 
 
