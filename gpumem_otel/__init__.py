@@ -24,14 +24,25 @@ from gpumem_otel.errors import (
     ServeError,
     SnapshotError,
 )
+from gpumem_otel.inspection import holders, release_traceback, report
 from gpumem_otel.lifecycle import install, participant, step, uninstall, watch
+from gpumem_otel.notebook import load_ipython_extension, unload_ipython_extension
 from gpumem_otel.offline import load_snapshot
+from gpumem_otel.profiling import (
+    LineProfiler,
+    line_profiler,
+    profile,
+    profile_every,
+    set_target_gpu,
+)
+from gpumem_otel.regions import region
 
 __all__ = [
     "CaptureError",
     "ConfigError",
     "EncodeError",
     "GpumemError",
+    "LineProfiler",
     "MissingPackageError",
     "NoHistoryError",
     "PageError",
@@ -39,10 +50,20 @@ __all__ = [
     "ServeError",
     "SnapshotError",
     "__version__",
+    "holders",
     "install",
+    "line_profiler",
+    "load_ipython_extension",
     "load_snapshot",
     "participant",
+    "profile",
+    "profile_every",
+    "region",
+    "release_traceback",
+    "report",
+    "set_target_gpu",
     "step",
     "uninstall",
+    "unload_ipython_extension",
     "watch",
 ]

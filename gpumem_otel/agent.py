@@ -23,7 +23,7 @@ import threading
 import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from gpumem_otel.answers import Answers
 from gpumem_otel.capture.pacer import Pacer
@@ -36,13 +36,19 @@ from gpumem_otel.ranks import in_notebook
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from gpumem_otel.capture.beside import Beside
+    from gpumem_otel.capture.marks import AllocationMarks
+    from gpumem_otel.capture.oom import SnapshotSource
     from gpumem_otel.capture.readout import Reader
     from gpumem_otel.capture.steps import StepCounter
+    from gpumem_otel.capture.tensors import TensorTable
     from gpumem_otel.config import Config
     from gpumem_otel.core.model import HeapProfile, Identity, Observation, ProfileKind
     from gpumem_otel.core.ports import FrameNamer, ProfileSink, Reading, Source
+    from gpumem_otel.export.otel import OtelMetrics
     from gpumem_otel.export.pusher import Pusher
     from gpumem_otel.export.transport import Transport
+    from gpumem_otel.ooms import OomDesk
     from gpumem_otel.serve.server import Listener
 
 __all__ = ["Agent", "ProfilesCallback"]
@@ -55,6 +61,9 @@ EXIT_FLUSH_SECONDS = 5.0
 """What the last read-out and push may take when the process ends."""
 
 LISTENER_STOP_SECONDS = 1.0
+GAVE_UP_SECONDS = 0.5
+"""The same where the profile of an out-of-memory was waited for in vain: the server is gone."""
+
 LEAST_STOP_SECONDS = 0.1
 """What each part is given to stop when the bound is used up."""
 
@@ -97,6 +106,7 @@ class Agent:
         counters: what the parts count about themselves.
         reader: profiles on demand; None until armed.
         answers: what the parts ask; None until armed.
+        marks: torch's allocation metadata, for regions; None where nobody would see them.
     """
 
     def __init__(
@@ -115,7 +125,7 @@ class Agent:
         self._guard = _Guard(self.counters)
         self._undo: list[tuple[str, Callable[[float], object]]] = []
         # rests between slices of our work, but not while the process waits for us to end
-        self._pacer = Pacer(sleep=lambda seconds: time.sleep(0.0 if self._stopped else seconds))
+        self._pacer = Pacer(sleep=lambda seconds: time.sleep(0.0 if self._hurried else seconds))
         self._reset()
 
     def _reset(self) -> None:
@@ -130,6 +140,9 @@ class Agent:
         self._announced: Identity | None = None
         self._pusher: Pusher | None = None
         self._transport: Transport | None = None
+        self._otel: OtelMetrics | None = None
+        self._ooms: OomDesk | None = None
+        self.marks: AllocationMarks | None = None
         self.reader: Reader | None = None
         self.answers: Answers | None = None
 
@@ -156,6 +169,9 @@ class Agent:
             counters=self.counters,
             environ=self._environ,
             pacer=self._pacer,
+            classes=self.config.profiles.class_as != "off",
+            pinned="pinned" in self.config.profiles.kinds,
+            annotations=self.config.profiles.phases,
         )
         self._source = source
         arming = Arming(self._arm, on_import=source.prepare)
@@ -171,10 +187,12 @@ class Agent:
         for stage, start in (
             ("record", self._start_reading),
             ("steps", self._start_steps),
+            ("steps", self._start_regions),
             ("listen", self._start_listener),
             ("push", self._start_metrics),
             ("push", self._start_host_profiles),
             ("push", self._start_pusher),
+            ("oom", self._start_ooms),
         ):
             if not self._guard.run(stage, start) and stage == "record":
                 return  # nothing can be read, so there is nothing to export
@@ -218,6 +236,9 @@ class Agent:
         with self._lock:
             self._stopped = True
             undo, self._undo = self._undo, []
+        ooms = self._ooms
+        if ooms is not None and not ooms.wait(timeout):
+            timeout = min(timeout, GAVE_UP_SECONDS)
         deadline = time.monotonic() + timeout
         for stage, action in reversed(undo):
             left = max(deadline - time.monotonic(), LEAST_STOP_SECONDS)
@@ -234,6 +255,8 @@ class Agent:
             self._guard.run("fork", self._pusher.abandon_after_fork)
         if self._transport is not None:
             self._guard.run("fork", self._transport.abandon_after_fork)
+        if self._ooms is not None:
+            self._guard.run("fork", self._ooms.abandon_after_fork)
         was_armed, was_stopped, source = self._armed, self._stopped, self._source
         self._reset()
         self._stopped = was_stopped
@@ -247,6 +270,7 @@ class Agent:
     # parts ----------------------------------------------------------------------------------
 
     def _start_reading(self) -> None:
+        from gpumem_otel.capture.beside import Beside
         from gpumem_otel.capture.names import QualifiedNamer
         from gpumem_otel.capture.readout import Reader
         from gpumem_otel.core.frames import with_basename_paths
@@ -271,6 +295,16 @@ class Agent:
             describe=lambda: () if self.answers is None else self.answers.describe(),
         )
         reader.tap.append(self._note_reading)
+        recorder = getattr(source, "recorder", None)
+        beside = Beside(
+            namer=namer,
+            config=self.config.profiles,
+            counters=self.counters,
+            pacer=self._pacer,
+            stats=source.stats,
+            records_pinned=lambda: recorder is not None and recorder.records_pinned,
+        )
+        reader.tap.append(beside.note)
         self.reader = reader
         self.answers = Answers(
             self.config,
@@ -279,8 +313,10 @@ class Agent:
             reader=reader,
             counters=self.counters,
             pacer=self._pacer,
+            beside=beside,
             live_process=self._given_source is None,
         )
+        reader.windows.steps = self.answers.steps
         if self.config.record_path:
             self._guard.run("record", partial(self._start_recording, namer))
 
@@ -315,17 +351,36 @@ class Agent:
         if recorded is not None:
             answers.step_stats = recorded
             return
-        if self._given_source is not None or not self.config.capture.steps:
+        tensors = self.tensors
+        counted = self.config.capture.steps
+        if self._given_source is not None or not (counted or tensors):
             return
         from gpumem_otel.capture.steps import StepCounter
 
-        counter = StepCounter(allocated=getattr(self._source, "allocated", dict))
+        counter = StepCounter(
+            allocated=getattr(self._source, "allocated", dict) if counted else None,
+            on_optimizer=tensors.stepped if tensors else None,
+        )
         self._begin("steps", counter.start, lambda _: counter.stop())
-        self._step_counter, answers.step_stats = counter, counter.stats
+        self._step_counter = counter
+        if counted:
+            answers.step_stats = counter.stats
+
+    def _start_regions(self) -> None:
+        """Regions are labelled where somebody may ask for profiles that show them."""
+        torch = sys.modules.get("torch")
+        wanted = "allocated" in self.config.profiles.kinds or self.config.serve.enabled
+        if self._given_source is not None or torch is None or not wanted:
+            return
+        from gpumem_otel.capture.marks import AllocationMarks
+
+        self.marks = AllocationMarks(torch)
+        self._defer("steps", lambda _: setattr(self, "marks", None))
 
     def _start_listener(self) -> None:
         if not self.config.serve.enabled:
             return
+        from gpumem_otel.capture.lines import published_metrics
         from gpumem_otel.export.clock import SystemClock
         from gpumem_otel.export.prometheus import Exposition
         from gpumem_otel.serve.deps import AppDeps
@@ -345,6 +400,7 @@ class Agent:
                 profile=answers.profile,
                 health=answers.health,
                 service_name=identity.service_name,
+                lines=lambda: published_metrics(answers.identity().rank),
             ),
             _for_notebooks(self.config.serve),
             local_rank=identity.local_rank,
@@ -374,6 +430,7 @@ class Agent:
             self.counters,
         )
         self._begin("push", otel.start, otel.stop)
+        self._otel = otel
 
     def _start_host_profiles(self) -> None:
         if not self.config.host_profiles or not self.config.pyroscope.url:
@@ -397,7 +454,7 @@ class Agent:
             self._guard.run("push", lambda: sinks.append(self._make_sink(answers)))
         callbacks = () if self._on_profiles is None else (self._on_profiles,)
         pusher = Pusher(
-            _SinceLast(reader),
+            _ForPushes(reader, answers.beside),
             sinks[0] if sinks else None,
             config=self.config.profiles,
             identity=answers.identity,
@@ -410,6 +467,9 @@ class Agent:
             final_read=bool(sinks or callbacks or self.config.record_path),
         )
         answers.interval_seconds = lambda: pusher.interval_seconds
+        tensors = self.tensors
+        if tensors is not None:
+            reader.tap.append(lambda _: tensors.want(pusher.interval_seconds))
         self._begin("push", pusher.start, pusher.stop)
         self._pusher = pusher
 
@@ -421,6 +481,28 @@ class Agent:
         self._transport = transport
         self._defer("push", lambda _: transport.close())
         return PyroscopeSink(transport, self.config.pyroscope, answers.identity, self.counters)
+
+    def _start_ooms(self) -> None:
+        reader, answers = self._armed_parts()
+        source = self._source
+        if not self.config.oom.enabled or source is None or not source.status().supported:
+            return
+        if not hasattr(source, "read_at_once"):  # a recording
+            return
+        from gpumem_otel.ooms import OomDesk
+
+        ooms = OomDesk(
+            self.config,
+            environ=self._environ,
+            source=cast("SnapshotSource", source),
+            reader=reader,
+            answers=answers,
+            counters=self.counters,
+            listener=self._listener,
+            otel=self._otel,
+        )
+        self._begin("oom", ooms.start, ooms.stop)
+        self._ooms = ooms
 
     def _armed_parts(self) -> tuple[Reader, Answers]:
         if self.reader is None or self.answers is None:
@@ -440,11 +522,34 @@ class Agent:
             return None
         return answers.observe()
 
+    @property
+    def _hurried(self) -> bool:
+        """Whether somebody waits for our work: it takes no rest then."""
+        ooms = self._ooms
+        return self._stopped or (ooms is not None and ooms.hurried)
+
     def step(self) -> None:
         """One step of the job has ended; the job says so itself."""
         counter = self._step_counter
         if counter is not None:
             counter.step()
+
+    def watch(self, name: str, item: object) -> None:
+        """The job names what holds memory, see `TensorTable.watch`; never raises."""
+        tensors = self.tensors
+        if tensors is not None and not self._stopped and self._pid == os.getpid():
+            self._guard.run("classes", partial(tensors.watch, name, item))
+
+    @property
+    def source(self) -> Source | None:
+        """What is read; None before torch is waited for and after a fork."""
+        return self._source
+
+    @property
+    def tensors(self) -> TensorTable | None:
+        """The address table of this process's torch; None where there is none."""
+        found: TensorTable | None = getattr(self._source, "tensors", None)
+        return found
 
     @property
     def address(self) -> tuple[str, int] | None:
@@ -479,12 +584,13 @@ class Agent:
             listener.announce()
 
 
-class _SinceLast:
-    """The reader as pushes use it: nothing shared, and `allocated` since the last push."""
+class _ForPushes:
+    """The reader as pushes use it: nothing shared, and windows that tell of all since the last."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: Reader, beside: Beside) -> None:
         self.live = reader.live_now
-        self.allocated = reader.allocated_since_last
+        self.windowed = reader.windows.pushed
+        self.beside = beside.make
 
 
 def _for_notebooks(config: ServeConfig) -> ServeConfig:

@@ -19,6 +19,7 @@ from gpumem_otel.errors import CaptureError
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from gpumem_otel.capture.beside import Beside
     from gpumem_otel.capture.pacer import Pacer
     from gpumem_otel.capture.readout import Reader
     from gpumem_otel.config import Config
@@ -50,11 +51,13 @@ class Answers:
         reader: profiles of it.
         counters: what the parts count about themselves.
         pacer: gives up the interpreter lock between slices of encoding.
+        beside: profiles that go with a live read-out.
         live_process: whether the source is this process's own torch, not a recording.
 
     Attributes:
         step_stats: asks for the steps so far, of who counts or has recorded them.
         interval_seconds: asks for the interval between pushes as it is now.
+        beside: profiles that go with a live read-out.
         last_read_ns: when the last live read-out was made, 0 before.
     """
 
@@ -67,6 +70,7 @@ class Answers:
         reader: Reader,
         counters: Counters,
         pacer: Pacer,
+        beside: Beside,
         live_process: bool,
     ) -> None:
         self.step_stats: Callable[[], StepStats] = StepStats
@@ -77,6 +81,7 @@ class Answers:
         self._reader = reader
         self._counters = counters
         self._pacer = pacer
+        self.beside = beside
         self._live_process = live_process
         self._lock = threading.Lock()
         self._observed: tuple[float, Observation | None] = (float("-inf"), None)
@@ -101,6 +106,10 @@ class Answers:
     def devices(self) -> tuple[int, ...]:
         """Devices that are read, sorted; () where none is used yet."""
         return self._source.status().devices
+
+    def steps(self) -> StepStats:
+        """The steps so far, of who counts them by now."""
+        return self.step_stats()
 
     def identity(self) -> Identity:
         """Who this process is, read again once torch.distributed and its devices are known."""
@@ -143,6 +152,14 @@ class Answers:
         finally:
             self._lock.release()
 
+    def forget(self) -> None:
+        """Answer the next question for metrics from values of now: something has happened."""
+        if self._lock.acquire(timeout=WAIT_SECONDS):
+            try:
+                self._observed = (float("-inf"), self._observed[1])
+            finally:
+                self._lock.release()
+
     def _observe(self) -> Observation | None:
         status = self._source.status()
         if not status.armed:
@@ -155,6 +172,7 @@ class Answers:
             devices=() if status.reason == "error" else self._source.stats(),
             home_device=self._home_device,
             books=self._reader.books(),
+            classes=self._reader.classes(),
             steps=self.step_stats(),
             counters=self._counters.snapshot(),
         )
@@ -170,7 +188,7 @@ class Answers:
 
         Raises:
             CaptureError: it can not be had here.
-            ValueError: there is no such device or kind.
+            ValueError: there is no such device.
         """
         from gpumem_otel.core.pprof import gzip_bytes
 
@@ -179,11 +197,17 @@ class Answers:
             raise ValueError(f"device {device} is not used by this process; used: {used}")
         if kind is ProfileKind.LIVE:
             profiles = self._reader.live()
-        elif kind is ProfileKind.ALLOCATED:
-            window = seconds or self._config.profiles.allocated_window_seconds
-            profiles = self._reader.allocated(window, stop)
+        elif kind is ProfileKind.PINNED:
+            self._reader.live()
+            profiles = self.beside.pinned(time.time_ns())
+            device = None  # host memory is of none
+        elif kind is ProfileKind.GROWTH:
+            profiles = self.beside.growth()
         else:
-            raise ValueError(f"kind {kind.value} is not recorded here; ask for live or allocated")
+            window = seconds or self._config.profiles.allocated_window_seconds
+            windows = self._reader.windows
+            record = windows.allocated if kind is ProfileKind.ALLOCATED else windows.peak
+            profiles = record(window, stop)
         if device is not None:
             profiles = tuple(profile for profile in profiles if profile.device == device)
             if not profiles:

@@ -13,15 +13,21 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "DEFAULT_KINDS",
     "CaptureConfig",
     "Config",
     "MetricsConfig",
+    "OomConfig",
     "ProfileConfig",
     "PyroscopeConfig",
     "Secret",
     "ServeConfig",
     "process_environ",
 ]
+
+
+DEFAULT_KINDS: tuple[str, ...] = ("live",)
+"""Profiles that are pushed where nobody says which."""
 
 
 class Secret:
@@ -68,11 +74,12 @@ class ProfileConfig:
 
     interval_seconds: float = 60.0
     """Cadence of live profiles, at wall-clock multiples of it. `GPUMEM_OTEL_INTERVAL`."""
-    kinds: tuple[str, ...] = ("live",)
-    """`live`, `allocated`; comma separated in the variable. `GPUMEM_OTEL_PROFILES`."""
+    kinds: tuple[str, ...] = DEFAULT_KINDS
+    """`live`, `peak`, `allocated`, `growth`, `pinned`; comma separated in the variable.
+    `GPUMEM_OTEL_PROFILES`."""
     allocated_window_seconds: float = 2.0
-    """Length of the recorded window behind one `allocated` profile.
-    `GPUMEM_OTEL_ALLOCATED_WINDOW`."""
+    """Length of the recorded window behind `allocated` and `peak` profiles where no steps are
+    counted; else it holds two whole steps. `GPUMEM_OTEL_ALLOCATED_WINDOW`."""
     job_push_bytes_per_second: float = 1_000_000.0
     """Budget of the whole job, divided by the world size: it stretches the interval.
     `GPUMEM_OTEL_JOB_PUSH_BYTES_PER_SECOND`."""
@@ -87,6 +94,16 @@ class ProfileConfig:
     max_stall_ratio: float = 0.001
     """Share of the job's time that may be spent holding the interpreter lock: the interval is at
     least the stall of a read-out divided by this. `GPUMEM_OTEL_MAX_STALL_RATIO`."""
+    class_as: str = "root"
+    """Where live profiles tell tensor classes: `root` (the root frame of each stack), `label`
+    (the sample label `tensor_class`), or `off`, with which `gpumem_class_bytes` ends too.
+    `GPUMEM_OTEL_CLASS_AS`."""
+    growth_pushes: int = 10
+    """A `growth` profile compares with the live profile of so many pushes before.
+    `GPUMEM_OTEL_GROWTH_PUSHES`."""
+    phases: bool = False
+    """Label `allocated` profiles with the `phase` of the step: `forward`, `backward`,
+    `optimizer.step`, `zero_grad`, and ranges of `record_function`. `GPUMEM_OTEL_PHASES`."""
     redact_paths: bool = False
     """Keep only the last part of file names. `GPUMEM_OTEL_REDACT_PATHS`."""
 
@@ -171,6 +188,24 @@ class ServeConfig:
     run_dir: str = ""
     """Folder where listening processes register for `gpumem-otel sd`; without it
     `$XDG_RUNTIME_DIR/gpumem-otel`, else `/tmp/gpumem-otel-<uid>`. `GPUMEM_OTEL_RUN_DIR`."""
+    handover_dir: str = ""
+    """Folder where a process leaves its last /metrics when an allocation fails and when it ends;
+    `gpumem-otel run --supervise` sets it. `GPUMEM_OTEL_HANDOVER_DIR`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OomConfig:
+    """What happens when an allocation fails."""
+
+    enabled: bool = True
+    """Tell what held the memory when an allocation failed: in the log, as a profile, as a line of
+    JSON on stderr. `GPUMEM_OTEL_OOM`."""
+    snapshot_dir: str = ""
+    """Folder that takes PyTorch's own snapshot of such a moment as a pickle; nothing is written
+    without it. `GPUMEM_OTEL_OOM_SNAPSHOT_DIR`."""
+    spool_dir: str = ""
+    """Folder where such profiles wait for `gpumem-otel push` while they can not be sent; without
+    it `spool` in the folder of `run_dir`. `GPUMEM_OTEL_SPOOL_DIR`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +234,13 @@ class Config:
     pyroscope: PyroscopeConfig = field(default_factory=PyroscopeConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    oom: OomConfig = field(default_factory=OomConfig)
     warnings: tuple[str, ...] = ()
+
+    @property
+    def spool_dir(self) -> str:
+        """Where profiles wait that could not be sent."""
+        return self.oom.spool_dir or f"{self.serve.run_dir}/spool"
 
 
 def process_environ() -> Mapping[str, str]:

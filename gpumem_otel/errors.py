@@ -8,9 +8,11 @@ and goes on. Messages are one line: the thing, the reason, the way out.
     +-- SnapshotError          a snapshot or recording file that can not be read
     +-- NoHistoryError         a file that was read, and does not hold what was asked of it
     +-- CaptureError           the allocator could not be read, or recording not switched
+        +-- BusyError          what is needed for it the job uses itself just now
     +-- EncodeError            a profile that does not fit the wire format
     +-- PushError              a server refused a profile, or did not answer
     +-- ServeError             the listener could not be set up
+    +-- SpoolError             profiles could not be kept, or those that were kept not be read
     +-- MissingPackageError    an optional package that is not installed; an ImportError too
     +-- PageError              the page is not in this installation
 """
@@ -18,6 +20,7 @@ and goes on. Messages are one line: the thing, the reason, the way out.
 from __future__ import annotations
 
 __all__ = [
+    "BusyError",
     "CaptureError",
     "ConfigError",
     "EncodeError",
@@ -28,6 +31,7 @@ __all__ = [
     "PushError",
     "ServeError",
     "SnapshotError",
+    "SpoolError",
 ]
 
 
@@ -59,6 +63,10 @@ class NoHistoryError(GpumemError):
 
 class CaptureError(GpumemError):
     """The allocator could not be read, or recording could not be switched."""
+
+
+class BusyError(CaptureError):
+    """What is needed for it the job uses itself just now, so that it waits for another time."""
 
 
 class EncodeError(GpumemError):
@@ -93,6 +101,10 @@ class PushError(GpumemError):
 
 class ServeError(GpumemError):
     """The listener could not be set up."""
+
+
+class SpoolError(GpumemError):
+    """Profiles could not be kept on this machine, or those that were kept not be read."""
 
 
 class PageError(GpumemError):

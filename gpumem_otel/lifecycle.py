@@ -81,6 +81,8 @@ def adopt(agent: Agent) -> None:
             _STATE.at_fork = True
         atexit.register(uninstall)
         agent.start()
+        for name, item in watched():
+            agent.watch(name, item)
 
 
 def uninstall() -> None:
@@ -111,11 +113,22 @@ def step() -> None:
 
 
 def watch(*objects: object, **named: object) -> None:
-    """Name what holds memory: models, optimizers, and caches by keyword (`kv_cache=cache`).
+    """Name what holds memory: models, optimizers, and other tensors by their class as keyword.
 
-    Held weakly, so that nothing is kept alive; what can not be held weakly is left out.
+        gpumem_otel.watch(model, optimizer, kv_cache=cache)
+
+    A watched model's inputs are told apart too, by hooks on it alone; a server, which steps no
+    optimizer, has its parameters read after forwards without gradients. The keyword is a tensor
+    class of docs/tensor-classes.md. Held weakly, so that nothing is kept alive; of a list, a
+    tuple or a dict what is in it now.
     """
-    for name, item in [*(("", item) for item in objects), *named.items()]:
+    todo = [*(("", item) for item in objects), *named.items()]
+    while todo:
+        name, item = todo.pop()
+        if isinstance(item, dict | list | tuple | set):
+            inside = item.values() if isinstance(item, dict) else item
+            todo += [(name, inner) for inner in inside]
+            continue
         try:
             # the entry goes with its object
             reference = weakref.ref(item, lambda gone: _STATE.watched.pop(id(gone), None))
@@ -126,6 +139,9 @@ def watch(*objects: object, **named: object) -> None:
                 _log.warning("watch: no weak reference to %s objects", kind)
             continue
         _STATE.watched[id(reference)] = (name, reference)
+        agent = _STATE.agent
+        if agent is not None:
+            agent.watch(name, item)
 
 
 def watched() -> Iterator[tuple[str, object]]:

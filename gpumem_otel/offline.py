@@ -33,8 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Difference", "Kind", "Profile", "Snapshot", "Table", "load_snapshot"]
 
-Kind = Literal["live", "allocated", "peak"]
-"""What is alive, what the recorded events allocated, or what was alive when most was."""
+Kind = Literal["live", "allocated", "peak", "pinned"]
+"""What is alive, what the recorded events allocated, what was alive when most was, or pinned host
+memory (torch 2.14 and newer)."""
 Table = Literal["blocks", "segments", "events"]
 """What `Snapshot.to_pandas` makes a table of."""
 
@@ -103,7 +104,7 @@ class Snapshot:
         """Bytes by stack.
 
         Args:
-            kind: live, allocated or peak. The sizes of a trace, so of allocated and peak, are
+            kind: live, allocated, peak or pinned. Sizes of a trace, so of allocated and peak, are
                 requested bytes; those of live are the allocator's blocks.
             device: torch's index; None: all devices together. Devices have their peaks at
                 moments of their own, so that the sum of peaks was never alive at once.
@@ -111,7 +112,8 @@ class Snapshot:
 
         Raises:
             ConfigError: there is no such kind, device or label.
-            NoHistoryError: the kind needs events, and the file holds none of the device.
+            NoHistoryError: the kind needs events, and the file holds none of the device; or
+                pinned host memory, and it holds none.
         """
         from gpumem_otel.core.labels import LABELS
         from gpumem_otel.core.model import HeapProfile
@@ -212,7 +214,7 @@ class Profile:
 
     @property
     def kind(self) -> str:
-        """live, allocated or peak."""
+        """live, allocated, peak or pinned."""
         return self.heap.kind.value
 
     @property
@@ -379,7 +381,17 @@ def _data_frame(columns: dict[str, list[Any]]) -> pd.DataFrame:
         import pandas as pd
     except ImportError:
         raise MissingPackageError("to_pandas() needs pandas: pip install pandas") from None
-    return pd.DataFrame(columns)
+    return pd.DataFrame({name: _column(pd, values) for name, values in columns.items()})
+
+
+def _column(pd: Any, values: list[Any]) -> Any:
+    """Whole numbers stay whole where some are unknown: an address is no float."""
+    if None in values and all(value is None or type(value) is int for value in values):
+        try:
+            return pd.array(values, dtype="Int64")
+        except (OverflowError, TypeError, ValueError):  # beyond 63 bits
+            return values
+    return values
 
 
 def _shown(what: Snapshot | Profile | Difference) -> str:

@@ -17,6 +17,7 @@ from gpumem_otel.config import (
     CaptureConfig,
     Config,
     MetricsConfig,
+    OomConfig,
     ProfileConfig,
     PyroscopeConfig,
     ServeConfig,
@@ -53,6 +54,9 @@ class InstallOptions(TypedDict, total=False):
     max_profile_samples: int
     max_stack_depth: int
     max_stall_ratio: float
+    class_as: str
+    growth_pushes: int
+    phases: bool
     redact_paths: bool
     pyroscope_url: str
     basic_auth_user: str
@@ -79,6 +83,10 @@ class InstallOptions(TypedDict, total=False):
     tls_client_ca_file: str
     allowed_hosts: Sequence[str]
     run_dir: str
+    handover_dir: str
+    oom: bool
+    oom_snapshot_dir: str
+    spool_dir: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +127,13 @@ OPTIONS: tuple[Option, ...] = (
         "GPUMEM_OTEL_INTERVAL",
         p.number(0.1, 86_400),
     ),
-    _option("profiles", "profiles", "kinds", "GPUMEM_OTEL_PROFILES", p.words("live", "allocated")),
+    _option(
+        "profiles",
+        "profiles",
+        "kinds",
+        "GPUMEM_OTEL_PROFILES",
+        p.words("live", "peak", "allocated", "growth", "pinned"),
+    ),
     _option(
         "allocated_window_seconds",
         "profiles",
@@ -162,6 +176,13 @@ OPTIONS: tuple[Option, ...] = (
         "GPUMEM_OTEL_MAX_STALL_RATIO",
         p.number(1e-6, 1),
     ),
+    _option(
+        "class_as", "profiles", "class_as", "GPUMEM_OTEL_CLASS_AS", p.one_of("root", "label", "off")
+    ),
+    _option(
+        "growth_pushes", "profiles", "growth_pushes", "GPUMEM_OTEL_GROWTH_PUSHES", p.integer(1, 60)
+    ),
+    _option("phases", "profiles", "phases", "GPUMEM_OTEL_PHASES", p.flag),
     _option("redact_paths", "profiles", "redact_paths", "GPUMEM_OTEL_REDACT_PATHS", p.flag),
     _option("pyroscope_url", "pyroscope", "url", "PYROSCOPE_SERVER_ADDRESS", p.url),
     _option("basic_auth_user", "pyroscope", "basic_auth_user", "PYROSCOPE_BASIC_AUTH_USER", p.text),
@@ -224,6 +245,10 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _option("allowed_hosts", "serve", "allowed_hosts", "GPUMEM_OTEL_ALLOWED_HOSTS", p.words()),
     _option("run_dir", "serve", "run_dir", "GPUMEM_OTEL_RUN_DIR", p.text),
+    _option("handover_dir", "serve", "handover_dir", "GPUMEM_OTEL_HANDOVER_DIR", p.text),
+    _option("oom", "oom", "enabled", "GPUMEM_OTEL_OOM", p.flag),
+    _option("oom_snapshot_dir", "oom", "snapshot_dir", "GPUMEM_OTEL_OOM_SNAPSHOT_DIR", p.text),
+    _option("spool_dir", "oom", "spool_dir", "GPUMEM_OTEL_SPOOL_DIR", p.text),
 )
 """All settings but `enabled`, which is `GPUMEM_OTEL_DISABLED` turned round."""
 
@@ -291,6 +316,7 @@ def resolve(environ: Mapping[str, str], **options: Unpack[InstallOptions]) -> Co
         "pyroscope": {},
         "metrics": {},
         "serve": {},
+        "oom": {},
     }
     for option in OPTIONS:
         found = _find(option, given, environ, warnings)
@@ -316,6 +342,7 @@ def resolve(environ: Mapping[str, str], **options: Unpack[InstallOptions]) -> Co
         pyroscope=PyroscopeConfig(**sections["pyroscope"]),  # type: ignore[arg-type]
         metrics=MetricsConfig(**sections["metrics"]),  # type: ignore[arg-type]
         serve=ServeConfig(**sections["serve"]),  # type: ignore[arg-type]
+        oom=OomConfig(**sections["oom"]),  # type: ignore[arg-type]
         warnings=tuple(warnings),
         **sections[""],  # type: ignore[arg-type]
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import os
@@ -47,6 +48,7 @@ def _hooks() -> dict[str, object]:
     """Every place of the process that we hook into, as it is now."""
     state: dict[str, object] = {
         "excepthook": sys.excepthook,
+        "threading.excepthook": threading.excepthook,
         "meta_path": list(sys.meta_path),
         **{str(number): signal.getsignal(number) for number in SIGNALS},
     }
@@ -68,7 +70,8 @@ def no_residue():
     had_torch = "torch" in sys.modules
     yield
     for thread in set(threading.enumerate()) - threads:
-        thread.join(timeout=5)
+        with contextlib.suppress(RuntimeError):  # a server's, of this very moment: not begun yet
+            thread.join(timeout=5)
     left = [thread.name for thread in set(threading.enumerate()) - threads if thread.is_alive()]
     assert left == [], f"threads left behind: {left}"
     if _sockets() - sockets:

@@ -4,7 +4,7 @@
     python tools/docs.py --check    exit 1 with one line per fault
 
 Generated: docs/metrics.md from METRICS, docs/configuration.md from the settings' table, and the
-blocks of README.md and docs/snapshots.md between `<!-- generated: NAME -->` and `<!-- end -->`.
+blocks of pages between `<!-- generated: NAME -->` and `<!-- end -->`.
 Checked besides: every relative link resolves, every verb and test that the docs name exists.
 """
 
@@ -27,6 +27,8 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 OVERHEAD = ROOT / "benchmarks" / "results" / "overhead-h200.json"
+CLASSES = ROOT / "benchmarks" / "results" / "classes-h200.json"
+CLASS_TABLE = ROOT / "benchmarks" / "results" / "class-table.json"
 SNAPSHOTS = ROOT / "benchmarks" / "results" / "snapshots.json"
 
 
@@ -240,7 +242,57 @@ def _measured(row: dict[str, Any], events: int) -> str:
     )
 
 
+def classes() -> list[str]:
+    """Tensor classes beside an independent count, out of the results file."""
+    if not CLASSES.exists():
+        return ["Not measured yet: `python benchmarks/classes.py` on a machine with a GPU."]
+    found = json.loads(CLASSES.read_text())
+    lines = [
+        f"{found['device']}, torch {found['torch']}, Python {found['python']}, {found['date']};",
+        f"all numbers in [{CLASSES.name}](../{CLASSES.relative_to(ROOT)}). `ddp` and `fsdp2` run",
+        "on two GPUs, shown is rank 0. Requested bytes; equal means to the byte. Unattributed",
+        "is the share of what is allocated, after a step and at the end of forward.",
+        *([found["note"]] if "note" in found else []),
+        "",
+        "| job | parameters, buffers, gradients, state | activations / saved | unattributed |",
+        "| --- | --- | --- | --- |",
+    ]
+    for job, row in found["jobs"].items():
+        sizes = [(row["classes"].get(name, 0), size) for name, size in row["counted"].items()]
+        total = sum(size for _, size in sizes)
+        equal = all(told == size for told, size in sizes)
+        forward = row["forward"]
+        lines.append(
+            f"| {job} | {'equal' if equal else 'not equal'}: {total:,} bytes "
+            f"| {forward['activation'] / max(forward['saved'], 1):.4f} "
+            f"| {100 * row['unattributed_ratio']:.2f} %, "
+            f"{100 * forward['unattributed_ratio']:.2f} % |"
+        )
+    return lines
+
+
+def class_table() -> list[str]:
+    """What the address table costs, out of the results file."""
+    if not CLASS_TABLE.exists():
+        return ["Not measured yet: `python benchmarks/class_table.py`."]
+    found = json.loads(CLASS_TABLE.read_text())
+    lines = [
+        f"{found['device']}, torch {found['torch']}, Python {found['python']}, {found['date']}:",
+        "",
+        "| tensors | first table, ms | later ones, ms | our own thread, which are alive, ms |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [
+        f"| {row['tensors']:,} | {row['first_ms']:.1f} | {row['later_ms']:.1f} "
+        f"| {row['alive_ms']:.1f} |"
+        for row in found["rows"]
+    ]
+    return lines
+
+
 BLOCKS = {
+    "classes": classes,
+    "classtable": class_table,
     "metrics": lambda: metrics_table(only_standard=True),
     "overhead": overhead,
     "snapshots": snapshots,
@@ -260,12 +312,11 @@ def with_blocks(text: str) -> str:
 
 def wanted() -> dict[Path, str]:
     """Every generated file and what it should hold."""
-    readme, snapshot_page = ROOT / "README.md", DOCS / "snapshots.md"
+    with_blocks_in = [ROOT / "README.md", DOCS / "snapshots.md", DOCS / "tensor-classes.md"]
     return {
         DOCS / "metrics.md": metrics(),
         DOCS / "configuration.md": configuration(),
-        readme: with_blocks(readme.read_text()),
-        snapshot_page: with_blocks(snapshot_page.read_text()),
+        **{page: with_blocks(page.read_text()) for page in with_blocks_in},
     }
 
 

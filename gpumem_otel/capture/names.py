@@ -21,7 +21,7 @@ import sys
 import types
 from typing import TYPE_CHECKING, Any, Final
 
-from gpumem_otel.core.frames import file_function_namer
+from gpumem_otel.core.frames import REGION_FILE, file_function_namer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -77,7 +77,7 @@ class QualifiedNamer:
         module_name = self._module_of(filename)
         if module_name is None:
             # cells of a notebook and scripts run by others define their functions in __main__
-            known = bool(filename) and name != "<module>"
+            known = filename not in ("", REGION_FILE) and name != "<module>"
             qualname = self._in_main(filename, name, line) if known else None
             if qualname is None:
                 return file_function_namer(name, filename, line)

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
+from gpumem_otel.capture.costs import Costs, devices_of, with_comments
 from gpumem_otel.capture.pacer import Pacer
-from gpumem_otel.core.heap import allocated_profile, apply_budget, live_profile
-from gpumem_otel.errors import CaptureError
+from gpumem_otel.capture.windows import WindowReader
+from gpumem_otel.core.classify import classes_of
+from gpumem_otel.core.heap import apply_budget, live_profile
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from gpumem_otel.config import ProfileConfig
+    from gpumem_otel.core.classify import ClassAs, TensorClass
     from gpumem_otel.core.counters import Counters
-    from gpumem_otel.core.model import DeviceBooks, DeviceStats, HeapProfile
-    from gpumem_otel.core.ports import Clock, FrameNamer, Reading, Source, WindowSource
+    from gpumem_otel.core.model import DeviceBooks, HeapProfile
+    from gpumem_otel.core.ports import Clock, FrameNamer, Reading, Source
 
 __all__ = ["Reader"]
 
@@ -52,9 +54,7 @@ class Reader:
         tap: called with each live reading before it is let go, for recordings. It runs inside
             the read-out, must not raise, and slices and counts its own work: its time is in
             neither stall nor seconds of the stage `read`.
-        window_tap: the same for each recorded window, with its seconds, outside of any lock.
-        last_stall_seconds: how long the last read-out held the interpreter lock: the C calls
-            that can not be sliced and our own slices together.
+        windows: makes the profiles of recorded windows.
     """
 
     def __init__(
@@ -70,22 +70,41 @@ class Reader:
         share_seconds: float = SHARE_SECONDS,
     ) -> None:
         self.tap: list[Callable[[Reading], object]] = []
-        self.window_tap: list[Callable[[Reading, float], object]] = []
-        self.last_stall_seconds = 0.0
         self._source = source
         self._namer = namer
         self._clock = clock
         self._counters = counters
         self._config = config
         self._pacer = pacer or Pacer()
-        self._describe = describe
+        self._costs = Costs(counters, describe)
         self._share_seconds = share_seconds
         self._lock = threading.Lock()
         self._books: Mapping[int, DeviceBooks] = {}
+        self._classes: Mapping[int, Mapping[str, int]] = {}
         self._last: tuple[float, tuple[HeapProfile, ...]] | None = None
-        self._counted_until: dict[int, DeviceStats] = {}
-        self._counted_until_ns = 0
         self._said_breach = False
+        self.windows = WindowReader(
+            source,
+            namer=namer,
+            clock=clock,
+            costs=self._costs,
+            config=config,
+            pacer=self._pacer,
+            lock=self._lock,
+        )
+
+    @property
+    def window_tap(self) -> list[Callable[[Reading, float], object]]:
+        """Called with each recorded window and its seconds, outside of any lock."""
+        return self.windows.tap
+
+    @property
+    def last_stall_seconds(self) -> float:
+        """How long the last read-out held the interpreter lock.
+
+        The C calls that can not be sliced and our own slices together.
+        """
+        return self._costs.last_stall_seconds
 
     # ProfileReader
 
@@ -106,66 +125,63 @@ class Reader:
         with self._lock:
             return self._read_and_keep(self._clock.monotonic())
 
+    def last(self) -> tuple[float, tuple[HeapProfile, ...]] | None:
+        """The profiles of the last live read-out and their age in seconds; None before it."""
+        last = self._last
+        return None if last is None else (self._clock.monotonic() - last[0], last[1])
+
     def allocated(self, seconds: float, stop: threading.Event) -> tuple[HeapProfile, ...]:
-        """See `ProfileReader`: what is allocated in the next so many seconds, and only that."""
-        started_ns = self._clock.time_ns()
-        reading = self._window(seconds, stop)
-        before = {stats.device: stats for stats in reading.before}
-        with self._lock:
-            return self._allocated(reading, before, started_ns)
-
-    def allocated_since_last(
-        self, seconds: float, stop: threading.Event
-    ) -> tuple[HeapProfile, ...]:
-        """What was allocated since the last call of this: a true delta, for pushing.
-
-        The stacks come from a window of so many seconds at the end, the totals from the
-        allocator's counters over the whole time. The first call counts from its own beginning.
-
-        Raises:
-            CaptureError: events can not be recorded here.
-        """
-        started_ns = self._clock.time_ns()
-        reading = self._window(seconds, stop)
-        with self._lock:
-            before = {stats.device: stats for stats in reading.before}
-            if self._counted_until_ns:
-                started_ns = self._counted_until_ns
-                before = {
-                    device: self._counted_until.get(device, s) for device, s in before.items()
-                }
-            self._counted_until = {stats.device: stats for stats in reading.after}
-            self._counted_until_ns = reading.time_ns
-            return self._allocated(reading, before, started_ns)
+        """See `ProfileReader`."""
+        return self.windows.allocated(seconds, stop)
 
     def books(self) -> Mapping[int, DeviceBooks]:
         """What the last live read-out summed up, by device; {} before the first."""
         return self._books
 
+    def classes(self) -> Mapping[int, Mapping[str, int]]:
+        """Bytes by tensor class at the last live read-out, by device; {} before the first.
+
+        They add up to that read-out's `allocated`. A class that was seen once stays, with 0.
+        """
+        return self._classes
+
+    def profiles_of(self, reading: Reading) -> tuple[HeapProfile, ...]:
+        """Live profiles of a reading that somebody else took; nothing else changes."""
+        return self._live(reading)[0]
+
     # live
 
     def _read_and_keep(self, started: float) -> tuple[HeapProfile, ...]:
         reading = self._source.read()
-        profiles, sliced_seconds = self._live(reading)
+        profiles, sliced_seconds, books, classes = self._live(reading)
+        self._books = books
+        self._classes = _with_those_before(self._classes, classes)
         stall_seconds = reading.stall_seconds + sliced_seconds
-        self._count("read", self._clock.monotonic() - started)
+        self._costs.count("read", self._clock.monotonic() - started)
         for call in self.tap:
             call(reading)
         self._last = (self._clock.monotonic(), profiles)
         letting_go = time.perf_counter()
         del reading  # many small objects: letting them go is one more piece that holds the lock
-        self._stalled(stall_seconds + time.perf_counter() - letting_go)
+        self._costs.stalled(stall_seconds + time.perf_counter() - letting_go)
         return profiles
 
-    def _live(self, reading: Reading) -> tuple[tuple[HeapProfile, ...], float]:
-        """The profiles, and the seconds that our slices took."""
+    def _live(
+        self, reading: Reading
+    ) -> tuple[
+        tuple[HeapProfile, ...], float, dict[int, DeviceBooks], dict[int, dict[TensorClass, int]]
+    ]:
+        """The profiles, the seconds that our slices took, the books, and bytes by class."""
         pacer, config = self._pacer, self._config
         books: dict[int, DeviceBooks] = {}
+        classes: dict[int, dict[TensorClass, int]] = {}
+        classifier = None if config.class_as == "off" else reading.classifier
+        class_as: ClassAs = "label" if config.class_as == "label" else "root"
         profiles = []
-        extra = self._comments()
+        extra = self._costs.comments()
         pacer.begin()
         try:
-            for device in _devices(reading):
+            for device in devices_of(reading):
                 books[device] = reading.snapshot.books(device, pacer.pause)
                 profile = live_profile(
                     reading.snapshot,
@@ -175,14 +191,17 @@ class Reader:
                     time_ns=reading.time_ns,
                     pause=pacer.pause,
                     max_depth=config.max_depth,
+                    classifier=classifier,
+                    class_as=class_as,
                 )
+                if classifier is not None:
+                    classes[device] = classes_of(profile, class_as)
                 profile = apply_budget(profile, max_samples=config.max_samples)
                 verdict = self._check(reading, device, books[device], profile)
-                profiles.append(_with_comments(profile, (verdict, *extra)))
+                profiles.append(with_comments(profile, (verdict, *extra)))
         finally:
             sliced_seconds = pacer.end()
-        self._books = books
-        return tuple(profiles), sliced_seconds
+        return tuple(profiles), sliced_seconds, books, classes
 
     def _check(
         self, reading: Reading, device: int, books: DeviceBooks, profile: HeapProfile
@@ -214,79 +233,15 @@ class Reader:
             _log.warning("the books do not close: %s", told)
         return told
 
-    # allocated
 
-    def _window(self, seconds: float, stop: threading.Event) -> Reading:
-        if not callable(getattr(self._source, "window", None)):
-            raise CaptureError("window: this source records no events; ask for live profiles")
-        # outside of the lock: a window may be long, and live profiles go on meanwhile
-        started = self._clock.monotonic()
-        reading = cast("WindowSource", self._source).window(seconds, stop)
-        for call in self.window_tap:
-            call(reading, self._clock.monotonic() - started)
-        return reading
-
-    def _allocated(
-        self, reading: Reading, before: Mapping[int, DeviceStats], started_ns: int
-    ) -> tuple[HeapProfile, ...]:
-        pacer, config = self._pacer, self._config
-        started = self._clock.monotonic()
-        after = {stats.device: stats for stats in reading.after}
-        profiles = []
-        extra = self._comments()
-        pacer.begin()
-        try:
-            for device in _devices(reading):
-                first, last = before.get(device), after.get(device)
-                counted = first is not None and last is not None
-                profile = allocated_profile(
-                    reading.snapshot,
-                    device,
-                    namer=self._namer,
-                    stackless=reading.stackless,
-                    requested_total_bytes=_grown(first, last, "requested_allocation_bytes"),
-                    objects_total=_grown(first, last, "allocations"),
-                    time_ns=reading.time_ns,
-                    duration_ns=max(reading.time_ns - started_ns, 0),
-                    pause=pacer.pause,
-                    max_depth=config.max_depth,
-                )
-                note = () if counted else ("no counters for this device: recorded events only",)
-                profile = apply_budget(profile, max_samples=config.max_samples)
-                profiles.append(_with_comments(profile, (*note, *extra)))
-        finally:
-            sliced_seconds = pacer.end()
-        self._stalled(reading.stall_seconds + sliced_seconds)
-        # what the source did was stall but for the wait, which is nobody's work
-        self._count("window", reading.stall_seconds + self._clock.monotonic() - started)
-        return tuple(profiles)
-
-    # shared
-
-    def _comments(self) -> tuple[str, ...]:
-        return tuple(self._describe()) if self._describe is not None else ()
-
-    def _stalled(self, seconds: float) -> None:
-        self.last_stall_seconds = seconds
-        self._counters.add("exporter_stall_seconds", seconds)
-
-    def _count(self, stage: str, seconds: float) -> None:
-        self._counters.add("exporter_runs", stage=stage)
-        self._counters.add("exporter_seconds", seconds, stage=stage)
-
-
-def _with_comments(profile: HeapProfile, comments: Sequence[str]) -> HeapProfile:
-    return replace(profile, comments=(*profile.comments, *comments))
-
-
-def _devices(reading: Reading) -> list[int]:
-    """Devices with something to tell, those of which only the counters know too."""
-    counted = {stats.device for stats in (*reading.before, *reading.after)}
-    return sorted(counted.union(reading.snapshot.devices()))
-
-
-def _grown(first: DeviceStats | None, last: DeviceStats | None, field: str) -> int | None:
-    if first is None or last is None:
-        return None
-    grown: int = getattr(last, field) - getattr(first, field)
-    return max(grown, 0)  # the job may have reset its accumulated counters
+def _with_those_before(
+    before: Mapping[int, Mapping[str, int]], now: Mapping[int, Mapping[TensorClass, int]]
+) -> dict[int, dict[str, int]]:
+    """A class that is gone has 0: a series that ends would keep its last value on a graph."""
+    return {
+        device: {
+            **dict.fromkeys(before.get(device, ()), 0),
+            **{found.value: size for found, size in sums.items()},
+        }
+        for device, sums in now.items()
+    }

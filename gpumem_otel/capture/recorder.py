@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.capture.patching import Patch
 from gpumem_otel.capture.symbols import InductorGuard
-from gpumem_otel.errors import CaptureError
+from gpumem_otel.errors import BusyError, CaptureError
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
@@ -50,11 +50,13 @@ _PARAMETERS: Final = (
 )
 _CLEAR_HISTORY: Final = _PARAMETERS.index("clear_history") + 1
 _SKIP_ACTIONS: Final = _PARAMETERS.index("skip_actions") + 1
+_PINNED: Final = _PARAMETERS.index("record_pinned_host_memory") + 1
 _ARITY_SINCE: Final = (((2, 14), 10), ((2, 11), 8), ((2, 8), 7), ((0, 0), 4))
 
 _ALL_POOLS_NO_TRACES: Final = (0, 0, False)  # torch 2.11; (0, 0) stands for all pools
 _SNAPSHOT_ARGUMENTS: Final[tuple[tuple[Any, ...], ...]] = ((_ALL_POOLS_NO_TRACES,), (None,), ())
 _ONLY_ALLOCATIONS: Final = ("free_requested", "free_completed", "segment_alloc", "segment_free")
+_AND_FREES: Final = ("free_completed", "segment_alloc", "segment_free")
 
 
 def torch_version(torch: Any) -> tuple[int, int]:
@@ -81,10 +83,17 @@ class Recorder:
 
     Args:
         stacks: `python`, or `all` for C++ frames too.
+        pinned: record stacks of pinned host memory too, where torch can (2.14).
+        annotations: record annotated ranges of all threads, not only of the one that calls
+            `start` (torch 2.8).
     """
 
-    def __init__(self, *, stacks: str = "python") -> None:
+    def __init__(
+        self, *, stacks: str = "python", pinned: bool = False, annotations: bool = False
+    ) -> None:
         self.stacks = stacks
+        self.pinned = pinned
+        self.annotations = annotations
         self.guard = InductorGuard()
         self._torch: Any = None
         self._patches: list[Patch] = []
@@ -187,6 +196,11 @@ class Recorder:
         """Events that a free leaves in a window: none where torch can skip them (2.11)."""
         return 0 if self._arity >= _SKIP_ACTIONS else 2
 
+    @property
+    def records_pinned(self) -> bool:
+        """Whether stacks of pinned host memory are asked for, and this torch can record them."""
+        return self.pinned and self._arity >= _PINNED
+
     def keep_on(self) -> None:
         """Switch recording on again where somebody switched it off behind our back."""
         with self._lock:
@@ -228,11 +242,16 @@ class Recorder:
 
     # windows
 
-    def open_window(self, max_events: int) -> None:
+    def open_window(self, max_events: int, *, frees: bool = False) -> None:
         """Record allocation events, at most so many per device (the oldest are dropped).
 
+        Args:
+            max_events: of each device.
+            frees: record frees too: one event each where torch can skip the second (2.11).
+
         Raises:
-            CaptureError: the job records itself, another window is open, or recording is off.
+            BusyError: the job records itself.
+            CaptureError: another window is open, or recording is off.
         """
         if self._started and not self._theirs and self._records_more_than_state():
             with self._lock:
@@ -242,10 +261,11 @@ class Recorder:
             if not self._started:
                 raise CaptureError("window: recording is off; call install() first")
             if self._theirs:
-                raise CaptureError("window: the job records memory history itself; stop that first")
+                raise BusyError("window: the job records memory history itself; stop that first")
             if self._window:
                 raise CaptureError("window: another one is open; try again when it is over")
-            self._switch("all", max_entries=max_events, clear=True)
+            skip = _AND_FREES if frees else _ONLY_ALLOCATIONS
+            self._switch("all", max_entries=max_events, clear=True, skip=skip)
             self._window = "open"
 
     def close_window(self) -> bool:
@@ -274,12 +294,21 @@ class Recorder:
         ask = getattr(self._torch._C, "_cuda_isHistoryEnabled", None)  # noqa: SLF001
         return bool(ask()) if ask is not None else False
 
-    def _switch(self, mode: str | None, *, max_entries: int = 1, clear: bool = False) -> None:
+    def _switch(
+        self,
+        mode: str | None,
+        *,
+        max_entries: int = 1,
+        clear: bool = False,
+        skip: Sequence[str] = (),
+    ) -> None:
         if clear and self._arity < _CLEAR_HISTORY:
             self._call(None, 1, clear=False)  # older torch clears the trace only when it ends
-        self._call(mode, max_entries, clear=clear)
+        self._call(mode, max_entries, clear=clear, skip=skip)
 
-    def _call(self, mode: str | None, max_entries: int, *, clear: bool) -> None:
+    def _call(
+        self, mode: str | None, max_entries: int, *, clear: bool, skip: Sequence[str] = ()
+    ) -> None:
         values: dict[str, Any] = {
             "enabled": mode,
             "context": "alloc" if mode == "all" else "state",
@@ -287,9 +316,9 @@ class Recorder:
             "max_entries": max_entries,
             "clear_history": clear,
             "compile_context": False,
-            "global_record_annotations": False,
-            "skip_actions": list(_ONLY_ALLOCATIONS) if mode == "all" else [],
-            "record_pinned_host_memory": False,
+            "global_record_annotations": self.annotations,
+            "skip_actions": list(skip),
+            "record_pinned_host_memory": self.pinned,
             "record_cuda": True,
         }
         record = self._record
@@ -308,7 +337,12 @@ class Recorder:
         self._own_thread = threading.get_ident()
         try:
             record = self._torch.cuda.memory._record_memory_history  # noqa: SLF001
-            record(**{name: values[name] for name in ("enabled", *_PARAMETERS[1:5])})
+            names = {"enabled", *_PARAMETERS[1:5]}
+            if self.pinned:
+                names.add("record_pinned_host_memory")
+            if self.annotations:
+                names.add("global_record_annotations")
+            record(**{name: values[name] for name in names})
         finally:
             self._own_thread = 0
 

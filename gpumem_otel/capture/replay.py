@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from gpumem_otel.core.model import DeviceStats, SourceStatus, StepStats
 from gpumem_otel.core.ports import Reading
-from gpumem_otel.errors import CaptureError
+from gpumem_otel.errors import BusyError, CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gpumem_otel.core.ports import Clock
     from gpumem_otel.core.record_values import RecordedWindow, Recording
@@ -108,18 +108,31 @@ class ReplaySource:
             before=self._shifted(recorded.before, now.turn),
             after=self._shifted(recorded.after, now.turn),
             stall_seconds=0.0,  # it was the recorded job that stood still, not this one
+            classifier=recorded.classifier(),
         )
 
     # WindowSource
 
-    def window(self, seconds: float, stop: threading.Event) -> Reading:
+    def window(
+        self,
+        seconds: float,
+        stop: threading.Event,
+        *,
+        frees: bool = False,
+        enough: Callable[[], bool] | None = None,  # noqa: ARG002 - its length is recorded
+    ) -> Reading:
         """See `WindowSource`: waits as long as asked, then gives the window recorded last.
 
         Its length is that of the recorded window, whose counters come with it.
 
         Raises:
+            BusyError: frees are asked for, which no recording holds.
             CaptureError: the recording holds no windows, or another window is open.
         """
+        if frees:
+            raise BusyError(
+                f"{self._recording.source}: recordings hold no frees; ask for live or allocated"
+            )
         if not self._windows:
             raise CaptureError(
                 f"{self._recording.source}: holds no windows of events; "

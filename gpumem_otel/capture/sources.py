@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +14,9 @@ from gpumem_otel.capture.pacer import Pacer
 from gpumem_otel.capture.recorder import Recorder, torch_version
 from gpumem_otel.capture.stackless import StacklessRoots
 from gpumem_otel.capture.stats import StatsReader
+from gpumem_otel.capture.tensors import TensorTable
+from gpumem_otel.capture.workspaces import workspace_sizes
+from gpumem_otel.core.classify import Classifier, workspaces_in
 from gpumem_otel.core.model import DeviceStats, SourceStatus
 from gpumem_otel.core.ports import Reading
 from gpumem_otel.core.snapshot import from_torch
@@ -20,8 +24,9 @@ from gpumem_otel.errors import CaptureError
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from gpumem_otel.capture.tensors import TableEntries
     from gpumem_otel.core.counters import Counters
     from gpumem_otel.core.ports import Clock
 
@@ -31,7 +36,14 @@ _log = named_logger("gpumem_otel.capture")
 
 _NO_CACHING: Final = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 _WINDOW_TICK_SECONDS: Final = 0.05
+_STEP_TICK_SECONDS: Final = 0.02
 _COPY_LIMIT_SECONDS: Final = 0.25
+_BLOCK_SECONDS: Final = 3e-6
+"""Of a snapshot, by live block, before one was taken: 2.6 us on an H200's host."""
+_ENTRY_SECONDS: Final = 3e-7
+"""Of an entry of the address table."""
+_PACE_FROM_BLOCKS: Final = 1000
+"""With fewer the time is not that of the blocks."""
 _ENGINE_IS_NAMED_SINCE: Final = (2, 4)
 _JOB_RECORDS: Final = "job_records_history"
 
@@ -59,6 +71,12 @@ class TorchSource:
         environ: the process's environment, for the variables that turn the allocator off.
         max_window_events: events that one window may hold, per device.
         pacer: gives up the interpreter lock between slices of a pass over all blocks.
+        classes: whether readings tell tensor classes.
+        pinned: record stacks of pinned host memory too, where torch can.
+        annotations: record annotated ranges of all threads.
+
+    Attributes:
+        tensors: the address table; None without classes.
     """
 
     def __init__(
@@ -70,8 +88,16 @@ class TorchSource:
         environ: Mapping[str, str] | None = None,
         max_window_events: int = 100_000,
         pacer: Pacer | None = None,
+        classes: bool = True,
+        pinned: bool = False,
+        annotations: bool = False,
     ) -> None:
-        self.recorder = Recorder(stacks=stacks)
+        self.recorder = Recorder(stacks=stacks, pinned=pinned, annotations=annotations)
+        self.tensors = (
+            TensorTable(lambda seconds: _count_refresh(counters, seconds)) if classes else None
+        )
+        self._workspaces: tuple[int, ...] | None = None
+        self._workspaces_before: set[int] = set()
         self._counters = counters
         self._clock: Clock = clock or _RealTime()
         self._environ = environ or {}
@@ -87,12 +113,15 @@ class TorchSource:
         self._said_slow = False
         self._window_lock = threading.Lock()
         self._idle_seconds = 0.0
+        self._block_seconds = _BLOCK_SECONDS
 
     # life
 
     def prepare(self, torch: Any) -> None:
         """See the job's own recording calls from here on; initialises nothing."""
         self.recorder.prepare(torch)
+        if self.tensors is not None:
+            self.tensors.start()
 
     def start(self) -> None:
         """Start recording; CUDA is initialised, or is being initialised by this very thread.
@@ -105,7 +134,7 @@ class TorchSource:
         if self._pid != os.getpid():
             self._forget_parent()
         self._stopped = False
-        self.recorder.prepare(torch)
+        self.prepare(torch)
         self._reason = self._why_unsupported(torch)
         self._stats = StatsReader(torch, counted=not self._reason)
         named = torch_version(torch) >= _ENGINE_IS_NAMED_SINCE
@@ -124,6 +153,8 @@ class TorchSource:
         self._stopped = True
         self._stats = None
         self._roots = StacklessRoots(self._pacer, engine_is_named=False)
+        if self.tensors is not None:
+            self.tensors.stop()
         self.recorder.stop()
 
     def _forget_parent(self) -> None:
@@ -132,6 +163,9 @@ class TorchSource:
         self._stats = None
         self._window_lock = threading.Lock()
         self.recorder.forget_parent()
+        self._workspaces_before = set()
+        if self.tensors is not None:
+            self.tensors.forget_parent()
 
     def _why_unsupported(self, torch: Any) -> str:
         if any(name in self._environ for name in _NO_CACHING):
@@ -218,15 +252,86 @@ class TorchSource:
         stats = self._readable()
         self.recorder.keep_on()
         gaps = self.recorder.gaps
+        entries = self.tensors.snapshot() if self.tensors is not None else {}
         raw, reading = self._read(stats, traces=False)
         self._note_copy(reading.stall_seconds)
         sliced_seconds = self._roots.update(raw, unrecorded=gaps != self._gaps_seen)
         self._gaps_seen = gaps
+        classifier = None
+        if self.tensors is not None:
+            classifier, seconds = self._classifier(raw, entries)
+            sliced_seconds += seconds
         return replace(
             reading,
             stall_seconds=reading.stall_seconds + sliced_seconds,
             stackless=self._roots.of_blocks(ours=not self.recorder.job_records),
+            classifier=classifier,
         )
+
+    def _classifier(self, raw: Any, entries: TableEntries) -> tuple[Classifier, float]:
+        """What tells the classes of a snapshot's blocks, and the seconds that took in slices."""
+        if self._workspaces is None:
+            self._workspaces = workspace_sizes(self._environ)
+        if not entries and not self._workspaces:
+            return Classifier({}), 0.0
+        self._pacer.begin()
+        try:
+            known = TensorTable.alive(entries, self._pacer.pause)
+            segments = raw["segments"] if isinstance(raw, dict) else raw
+            workspaces = workspaces_in(
+                segments, self._workspaces, known, self._workspaces_before, self._pacer.pause
+            )
+            self._workspaces_before = workspaces
+        finally:
+            seconds = self._pacer.end()
+        return Classifier(known, workspaces), seconds
+
+    def read_at_once(self, budget_seconds: float) -> Reading | None:
+        """A reading on the job's own thread, which waits for it; `completed` does the rest.
+
+        The snapshot, and which storages of the address table live. Blocks without a stack are
+        named by what the last `read` knew.
+
+        Args:
+            budget_seconds: None where the snapshot would take longer, by the time that the blocks
+                of the last one took.
+
+        Raises:
+            CaptureError: the allocator could not be read.
+        """
+        stats = self._readable()
+        blocks = sum(s.allocations - s.frees for s in stats.counters(stats.devices()))
+        entries = self.tensors.snapshot() if self.tensors is not None else {}
+        expected = blocks * self._block_seconds + len(entries) * _ENTRY_SECONDS
+        if expected > budget_seconds:
+            return None
+        _, reading = self._read(stats, traces=False)
+        roots = self._roots.of_blocks(ours=not self.recorder.job_records)
+        classifier = None
+        if self.tensors is not None:
+            # now: on its way out the job lets go of what is alive at this moment
+            classifier = Classifier(TensorTable.alive(entries, _no_pause))
+        return replace(reading, stackless=roots, classifier=classifier)
+
+    def completed(self, reading: Reading) -> Reading:
+        """A reading of `read_at_once` with what took too long for the job's thread."""
+        if reading.classifier is None:
+            return reading
+        if self._workspaces is None:
+            self._workspaces = workspace_sizes(self._environ)
+        known = reading.classifier.by_address
+        self._pacer.begin()
+        try:
+            workspaces = workspaces_in(
+                reading.snapshot.raw_segments(),
+                self._workspaces,
+                known,
+                self._workspaces_before,
+                self._pacer.pause,
+            )
+        finally:
+            self._pacer.end()
+        return replace(reading, classifier=Classifier(known, workspaces))
 
     def _readable(self) -> StatsReader:
         status = self.status()
@@ -247,6 +352,8 @@ class TorchSource:
             raw = self.recorder.snapshot(traces=traces)
             after = stats.counters(devices)
             stall_seconds = now() - started
+            if not traces:
+                self._note_pace(before, stall_seconds)
         except RuntimeError as error:
             raise CaptureError(f"read: {error}; no profile this time") from error
         return raw, Reading(
@@ -256,6 +363,11 @@ class TorchSource:
             after=after,
             stall_seconds=stall_seconds,
         )
+
+    def _note_pace(self, before: Sequence[DeviceStats], seconds: float) -> None:
+        blocks = sum(stats.allocations - stats.frees for stats in before)
+        if blocks >= _PACE_FROM_BLOCKS:
+            self._block_seconds = seconds / blocks
 
     def _note_copy(self, seconds: float) -> None:
         if seconds <= _COPY_LIMIT_SECONDS or not self.recorder.copies_events:
@@ -267,7 +379,14 @@ class TorchSource:
 
     # WindowSource
 
-    def window(self, seconds: float, stop: threading.Event) -> Reading:
+    def window(
+        self,
+        seconds: float,
+        stop: threading.Event,
+        *,
+        frees: bool = False,
+        enough: Callable[[], bool] | None = None,
+    ) -> Reading:
         """See `WindowSource`. Ends early when `max_window_events` are near.
 
         The reading's `stall_seconds` are all but the idle wait: opening and closing too.
@@ -278,7 +397,7 @@ class TorchSource:
         started = self._clock.monotonic()
         self._idle_seconds = 0.0
         try:
-            before, reading = self._record(stats, seconds, stop)
+            before, reading, raw, entries = self._record(stats, seconds, stop, frees, enough)
         except (CaptureError, RuntimeError) as error:
             self._counters.add("exporter_stall_seconds", self._busy_since(started))
             if isinstance(error, CaptureError):
@@ -288,6 +407,10 @@ class TorchSource:
             stall_seconds = self._busy_since(started)
         finally:
             self._window_lock.release()
+        classifier = None
+        if entries is not None:
+            classifier, sliced_seconds = self._classifier(raw, entries)
+            stall_seconds += sliced_seconds
         known = {s.device for s in before}
         fresh = tuple(
             DeviceStats(
@@ -302,43 +425,57 @@ class TorchSource:
             before=before + fresh,
             stall_seconds=stall_seconds,
             stackless=self._roots.of_events(),
+            stackless_blocks=self._roots.of_blocks(ours=True),
+            classifier=classifier,
         )
 
     def _busy_since(self, started: float) -> float:
         return self._clock.monotonic() - started - self._idle_seconds
 
     def _record(
-        self, stats: StatsReader, seconds: float, stop: threading.Event
-    ) -> tuple[tuple[DeviceStats, ...], Reading]:
+        self,
+        stats: StatsReader,
+        seconds: float,
+        stop: threading.Event,
+        frees: bool,
+        enough: Callable[[], bool] | None,
+    ) -> tuple[tuple[DeviceStats, ...], Reading, Any, TableEntries | None]:
         before = stats.counters(stats.devices())
-        self.recorder.open_window(self._max_window_events)
+        self.recorder.open_window(self._max_window_events, frees=frees)
+        per_free = max(self.recorder.events_per_free, int(frees))
+        # what lives at a highest moment has a class; of what was only allocated nobody asks
+        tensors = self.tensors if frees else None
         try:
-            self._wait(stats, before, seconds, stop)
+            with nullcontext() if tensors is None else tensors.wanted_now():
+                self._wait(stats, before, seconds, stop, per_free, enough)
+            entries = None if tensors is None else tensors.snapshot()
             raw, reading = self._read(stats, traces=True)
         finally:
             undisturbed = self.recorder.close_window()
         if not undisturbed:
             raise CaptureError("window: the job switched memory history itself; events are its own")
         self._count_overflow(raw)
-        return before, reading
+        return before, reading, raw, entries
 
-    def _wait(
+    def _wait(  # noqa: PLR0917 - as `window` was called
         self,
         stats: StatsReader,
         before: Sequence[DeviceStats],
         seconds: float,
         stop: threading.Event,
+        events_per_free: int,
+        enough: Callable[[], bool] | None,
     ) -> None:
         clock = self._clock
         end = clock.monotonic() + seconds
-        events_per_free = self.recorder.events_per_free
+        tick = _WINDOW_TICK_SECONDS if enough is None else _STEP_TICK_SECONDS
         first = {s.device: (s.allocations, s.frees) for s in before}
         room = self._max_window_events * 4 // 5  # what comes before the next look has room too
         while (left := end - clock.monotonic()) > 0:
             asleep = clock.monotonic()
-            stopped = clock.wait(stop, min(left, _WINDOW_TICK_SECONDS))
+            stopped = clock.wait(stop, min(left, tick))
             self._idle_seconds += clock.monotonic() - asleep
-            if stopped:
+            if stopped or (enough is not None and enough()):
                 return
             for now in stats.counters(stats.devices()):
                 allocations, frees = first.get(now.device, (0, 0))
@@ -351,6 +488,17 @@ class TorchSource:
         for trace in traces:
             if len(trace) >= self._max_window_events:
                 self._counters.add("exporter_history_overflow")
+
+
+def _no_pause() -> None:
+    """The job's thread gives nothing up."""
+
+
+def _count_refresh(counters: Counters, seconds: float) -> None:
+    """The table is made on the job's own thread: all of it is stall."""
+    counters.add("exporter_stall_seconds", seconds)
+    counters.add("exporter_runs", stage="classes")
+    counters.add("exporter_seconds", seconds, stage="classes")
 
 
 class _RealTime:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from gpumem_otel.capture.nvml import ProcessMemory
+from gpumem_otel.capture.process import device_uuids
 from gpumem_otel.core.model import DeviceStats
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ def device_stats(
     limit_bytes: int | None = None,
     device_total_bytes: int | None = None,
     device_used_bytes: int | None = None,
+    process_used_bytes: int | None = None,
     host_pinned_bytes: int | None = None,
 ) -> DeviceStats:
     """One device's counters; what a version of torch does not count is 0.
@@ -54,6 +57,7 @@ def device_stats(
         limit_bytes: see `DeviceStats`, as are the others.
         device_total_bytes: of the device, for everybody.
         device_used_bytes: by everybody.
+        process_used_bytes: of that by this process.
         host_pinned_bytes: of this process.
     """
     return DeviceStats(
@@ -69,12 +73,14 @@ def device_stats(
         frees=_at(raw, "allocation", "all", "freed"),
         allocation_bytes=_at(raw, "allocated_bytes", "all", "allocated"),
         requested_allocation_bytes=_at(raw, "requested_bytes", "all", "allocated"),
+        requested_peak_bytes=_at(raw, "requested_bytes", "all", "peak"),
         segments=_at(raw, "segment", "all", "current"),
         ooms=_at(raw, "num_ooms"),
         alloc_retries=_at(raw, "num_alloc_retries"),
         limit_bytes=limit_bytes,
         device_total_bytes=device_total_bytes,
         device_used_bytes=device_used_bytes,
+        process_used_bytes=process_used_bytes,
         host_pinned_bytes=host_pinned_bytes,
     )
 
@@ -104,13 +110,18 @@ class StatsReader:
         torch: the module.
         counted: whether the allocator counts at all; False where its numbers are 0 or refused
             (another backend, no caching), then every device with a context is reported.
+        process: tells what this process uses by the driver's count.
     """
 
-    def __init__(self, torch: Any, *, counted: bool = True) -> None:
+    def __init__(
+        self, torch: Any, *, counted: bool = True, process: ProcessMemory | None = None
+    ) -> None:
         self._torch = torch
         self._c = torch._C
         self._counted = counted
         self._used: set[int] = set()
+        self._uuids: dict[int, str] = {}
+        self._process = process or ProcessMemory()
 
     def devices(self) -> tuple[int, ...]:
         """Devices with a context on which this process has ever allocated, sorted."""
@@ -154,8 +165,14 @@ class StatsReader:
             limit_bytes=min(int(total), int(total * self._fraction(device))),
             device_total_bytes=int(total),
             device_used_bytes=int(total) - int(free),
+            process_used_bytes=self._process_used(device),
             host_pinned_bytes=pinned,
         )
+
+    def _process_used(self, device: int) -> int | None:
+        if device not in self._uuids:
+            self._uuids[device] = device_uuids((device,)).get(device, "")
+        return self._process.used_bytes(self._uuids[device])
 
     def _raw(self, device: int) -> object:
         return self._c._cuda_memoryStats(device) if self._counted else {}

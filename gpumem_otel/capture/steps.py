@@ -51,16 +51,21 @@ class StepCounter:
         allocated: bytes allocated now by device. If it raises, the floor is read no more.
         time_ns: wall clock, nanoseconds since 1970.
         monotonic: seconds of a clock that never goes back.
+        on_optimizer: told, on the thread that stepped, of each outermost step of any optimizer
+            and whether that was inside backward, and with None of each call of `step()`. Must
+            not raise.
     """
 
     def __init__(
         self,
         allocated: Callable[[], Mapping[int, int]] | None = None,
         *,
+        on_optimizer: Callable[[object | None, bool], object] | None = None,
         time_ns: Callable[[], int] = time.time_ns,
         monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._allocated = allocated
+        self._on_optimizer = on_optimizer
         self._time_ns = time_ns
         self._monotonic = monotonic
         self._handles: list[Any] = []
@@ -98,6 +103,8 @@ class StepCounter:
     def step(self) -> None:
         """Mark the end of a step by hand; from the first call on the hooks count no more."""
         self._explicit = True
+        if self._on_optimizer is not None:
+            self._on_optimizer(None, False)
         self._add()
 
     def stats(self) -> StepStats:
@@ -133,7 +140,12 @@ class StepCounter:
                 return
             depth = getattr(local, "depth", 0) - 1
             local.depth = max(depth, 0)
-            if depth <= 0 and self._active and not self._explicit and graph_task_id() == -1:
+            if depth > 0 or not self._active:
+                return
+            in_backward = graph_task_id() != -1
+            if self._on_optimizer is not None:
+                self._on_optimizer(optimizer, in_backward)
+            if not self._explicit and not in_backward:
                 self._stepped(optimizer)
 
         return before, after

@@ -36,7 +36,8 @@ label "device". OUT is written whole or not at all.
 
 Of a recording, live is its last snapshot, allocated the last window in it (record
 --profiles live,allocated), and peak the reading that held most. Sizes of allocated, and of peak
-in a snapshot file, are requested bytes: that is what a trace holds.
+in a snapshot file, are requested bytes: that is what a trace holds. Pinned host memory is in
+snapshots of torch 2.14 and newer, recorded with record_pinned_host_memory=True.
 """
 
 
@@ -45,10 +46,11 @@ in a snapshot file, are requested bytes: that is what a trace holds.
 @click.option("-o", "--output", required=True, metavar="OUT", help='File, or "-" for stdout.')
 @click.option(
     "--kind",
-    type=click.Choice(["live", "allocated", "peak"]),
+    type=click.Choice(["live", "allocated", "peak", "pinned"]),
     default="live",
     show_default=True,
-    help="What is alive, what the recorded events allocated, or what was alive when most was.",
+    help="What is alive, what the recorded events allocated, what was alive when most was, or "
+    "pinned host memory.",
 )
 @click.option("--device", type=int, metavar="N", help="Only this device.")
 @click.option(

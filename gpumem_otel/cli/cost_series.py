@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from gpumem_otel.core.classify import TensorClass
 from gpumem_otel.core.model import (
     DeviceBooks,
     DeviceStats,
@@ -53,6 +54,7 @@ def _everything(devices: int, kinds: tuple[str, ...]) -> Observation:
                 limit_bytes=1,
                 device_total_bytes=1,
                 device_used_bytes=1,
+                process_used_bytes=1,
                 host_pinned_bytes=1,
             )
             for device in on
@@ -76,6 +78,7 @@ def _everything(devices: int, kinds: tuple[str, ...]) -> Observation:
             )
             for device in on
         },
+        classes={device: dict.fromkeys((one.value for one in TensorClass), 1) for device in on},
         steps=StepStats(steps=1, last_step_time_ns=1, floor_bytes=dict.fromkeys(on, 1)),
         counters={("last_push_timestamp_seconds", (("kind", kind),)): 1.0 for kind in kinds},
     )

@@ -31,7 +31,7 @@ where there is more, blue where there is less. Press ? in it for its keys.
 @click.option("--before", metavar="FILE", help="Compare with this snapshot.")
 @click.option(
     "--kind",
-    type=click.Choice(["live", "peak", "allocated"]),
+    type=click.Choice(["live", "peak", "allocated", "pinned"]),
     default="live",
     show_default=True,
     help="What the page shows first.",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from gpumem_otel.cli import push_spool
 from gpumem_otel.cli.common import (
     CommandFailed,
     environ,
@@ -31,8 +31,11 @@ _EPILOG = """\b
 Examples:
   gpumem-otel push snapshot.pickle --url http://localhost:4040 --service my-job
   PYROSCOPE_AUTH_TOKEN_FILE=token gpumem-otel push live.pb.gz --url https://profiles.example
+  gpumem-otel push --url http://localhost:4040
 
-IN is a snapshot, a recording (its last snapshot) or a pprof file. Credentials, certificates and
+IN is a snapshot, a recording (its last snapshot) or a pprof file. Without it the profiles are sent
+that jobs of this machine could not send when they ran out of memory, and deleted once they are
+stored (GPUMEM_OTEL_SPOOL_DIR, by default under the run directory). Credentials, certificates and
 the tenant come from the PYROSCOPE_* variables. Profiles of another time than the last hour are
 sent with the time of now, since the server refuses them otherwise.
 """
@@ -48,11 +51,6 @@ _OPTIONS = {
     "tags": "--tag",
 }
 
-_OLDEST_SECONDS = 3600 - 60
-"""validation.reject-older-than is 1 h; a minute for the way and for clocks."""
-_NEWEST_SECONDS = 600 - 60
-"""validation.reject-newer-than is 10 min."""
-
 
 class _Parcel(NamedTuple):
     """One pprof to push; device None where the file's samples carry it themselves."""
@@ -64,7 +62,7 @@ class _Parcel(NamedTuple):
 
 
 @click.command("push", epilog=_EPILOG, short_help="Send a file's profile to Pyroscope.")
-@click.argument("source", metavar="IN")
+@click.argument("source", metavar="[IN]", required=False)
 @click.option("--url", metavar="URL", help="Server (default PYROSCOPE_SERVER_ADDRESS).")
 @click.option("--service", metavar="NAME", help="Service name (default OTEL_SERVICE_NAME).")
 @click.option("--device", type=int, metavar="N", help="Only this device.")
@@ -73,7 +71,7 @@ class _Parcel(NamedTuple):
 @click.option("--tenant", metavar="ID", help="X-Scope-OrgID (default PYROSCOPE_TENANT_ID).")
 @click.option("--timeout", type=float, metavar="SECONDS", help="Of one push (default 10).")
 def command(
-    source: str,
+    source: str | None,
     *,
     url: str | None,
     service: str | None,
@@ -83,7 +81,7 @@ def command(
     tenant: str | None,
     timeout: float | None,
 ) -> None:
-    """Send the live profile of IN to Pyroscope, one push per device."""
+    """Send the live profile of IN to Pyroscope, one push per device; or what waits in the spool."""
     from gpumem_otel.options import resolve
 
     options: dict[str, object] = {
@@ -104,6 +102,16 @@ def command(
             warn(warning)
     if not config.pyroscope.url:
         raise click.UsageError("Missing option '--url' (or PYROSCOPE_SERVER_ADDRESS)")
+    if source is None:
+        for option, value in (
+            ("--device", device),
+            ("--service", service),
+            ("--tag", tags or None),
+        ):
+            if value is not None:
+                raise click.UsageError(f"{option} is for a file: what was spooled has its labels")
+        push_spool.send_all(config)
+        return
     parcels = _parcels(source, device, config)
     _send(source, parcels, config)
 
@@ -145,7 +153,7 @@ def _parcels(source: str, device: int | None, config: Config) -> list[_Parcel]:
 def _snapshot_parcels(snapshot: Snapshot, devices: Sequence[int], config: Config) -> list[_Parcel]:
     from gpumem_otel.core import heap, pprof
 
-    time_ns = _usable_time_ns(_last_event_ns(snapshot, devices))
+    time_ns = push_spool.usable_time_ns(_last_event_ns(snapshot, devices))
     parcels = []
     for device in devices:
         profile = heap.live_profile(
@@ -167,13 +175,6 @@ def _last_event_ns(snapshot: Snapshot, devices: Sequence[int]) -> int:
     return max(times, default=0) * 1000
 
 
-def _usable_time_ns(time_ns: int) -> int:
-    """The profile's own time where the server takes it, else now."""
-    now = time.time_ns()
-    inside = now - _OLDEST_SECONDS * 10**9 < time_ns < now + _NEWEST_SECONDS * 10**9
-    return time_ns if inside else now
-
-
 def _pprof_parcel(data: bytes) -> _Parcel | None:
     """The parcel of a pprof file, None where the data is something else."""
     from gpumem_otel.core import pprof
@@ -185,25 +186,8 @@ def _pprof_parcel(data: bytes) -> _Parcel | None:
         return None
     types = [name for name, unit in decoded.sample_types if unit == "bytes"]
     total = decoded.total(types[-1]) if types else 0
-    raw = _gunzipped(data)
-    time_ns = _usable_time_ns(decoded.time_ns)
-    if time_ns != decoded.time_ns:
-        raw = _with_time(raw, time_ns)
+    raw = push_spool.sendable(data, decoded)
     return _Parcel(None, raw, total, len(decoded.samples))
-
-
-def _gunzipped(data: bytes) -> bytes:
-    """Decoded before: it is known to be whole and of bearable size."""
-    import gzip
-
-    return gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
-
-
-def _with_time(raw: bytes, time_ns: int) -> bytes:
-    """A pprof with another time_nanos: of a field that comes twice the last one counts."""
-    from gpumem_otel.core import wire
-
-    return raw + wire.int_field(9, time_ns)
 
 
 def _send(source: str, parcels: Sequence[_Parcel], config: Config) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,9 +22,13 @@ _EPILOG = """\b
 Examples:
   gpumem-otel run --serve -- python train.py
   gpumem-otel run --pyroscope http://localhost:4040 --interval 30 -- torchrun train.py
+  gpumem-otel run --serve --supervise -- python train.py
 
 Options win over environment variables. The command takes this process over: signals and the
-exit code are its own. Python started with -I, -E or -S does not see it.
+exit code are its own. With --supervise it is a child instead: signals are passed on, the exit code
+is the child's, and where the job failed or ran out of memory its last /metrics are served for two
+scrape intervals more, so that the last counts are seen. Python started with -I, -E or -S does not
+see it.
 """
 
 
@@ -41,8 +46,22 @@ exit code are its own. Python started with -I, -E or -S does not see it.
 @click.option("--port", type=int, metavar="N", help="Base port, plus local rank (default 9464).")
 @click.option("--metrics-level", type=click.Choice(["minimal", "standard", "full"]))
 @click.option("--record", metavar="FILE", help="Record to this file as well.")
+@click.option("--supervise", is_flag=True, help="Serve the last /metrics of a job that died.")
+@click.option(
+    "--linger",
+    type=click.FloatRange(0, 3600),
+    metavar="SECONDS",
+    help="How long --supervise does so: two scrape intervals (default 30).",
+)
 @click.argument("job", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(job: tuple[str, ...], record: str | None, **options: object) -> None:
+def command(
+    job: tuple[str, ...],
+    *,
+    record: str | None,
+    supervise: bool,
+    linger: float | None,
+    **options: object,
+) -> int:
     """Run COMMAND with GPU memory export in every Python process of it, no code change."""
     base = environ()
     if record is not None:
@@ -56,8 +75,17 @@ def command(job: tuple[str, ...], record: str | None, **options: object) -> None
     program = launch.find_command(job, ours)
     if config.enabled and not _goes_somewhere(config):
         warn("nothing is exported: give --serve, --pyroscope or --record, or set OTEL_* variables")
+    if linger is not None and not supervise:
+        raise click.UsageError("--linger is for --supervise")
+    if supervise:
+        from gpumem_otel.cli import supervise as supervisor
+
+        seconds = supervisor.LINGER_SECONDS if linger is None else linger
+        return supervisor.supervise(program, job, ours, config, seconds)
     sys.stdout.flush()
     sys.stderr.flush()
+    for number in launch.PYTHON_IGNORES:
+        signal.signal(number, signal.SIG_DFL)
     try:
         os.execve(program, job, ours)  # noqa: S606 - running the user's command is the verb
     except OSError as error:

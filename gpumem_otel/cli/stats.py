@@ -91,7 +91,14 @@ def _device(snapshot: Snapshot, device: int) -> _Device:
 
 
 def _told(one: _Device) -> tuple[str, ...]:
-    return () if one.peak is None else one.peak.warnings
+    if one.peak is None:
+        return ()
+    failed = [mark for mark in one.peak.marks if mark.action == "oom"]
+    if not failed:
+        return one.peak.warnings
+    times = "once" if len(failed) == 1 else f"{len(failed)} times"
+    said = f"device {one.books.device}: an allocation failed {times}, last at event "
+    return (*one.peak.warnings, f"{said}{failed[-1].moment}: {failed[-1].text}")
 
 
 def _form(one: _Device) -> dict[str, object]:

@@ -44,10 +44,11 @@ _LABELS: dict[str, Label] = {
 )
 @click.option(
     "--kind",
-    type=click.Choice(["live", "allocated", "peak"]),
+    type=click.Choice(["live", "allocated", "peak", "pinned"]),
     default="live",
     show_default=True,
-    help="What is alive, what the recorded events allocated, or what was alive at their peak.",
+    help="What is alive, what the recorded events allocated, what was alive at their peak, or "
+    "pinned host memory.",
 )
 @click.option(
     "--frames",

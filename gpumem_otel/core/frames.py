@@ -32,6 +32,8 @@ __all__ = [
     "NOT_RECORDED",
     "NO_PYTHON_FRAME",
     "OTHER",
+    "PEAK_NOT_RECORDED",
+    "REGION_FILE",
     "STACKLESS_ROOTS",
     "UNNAMED",
     "StackBuilder",
@@ -56,6 +58,11 @@ NO_PYTHON_FRAME = "[no Python frame]"
 """Root of memory whose allocation was recorded while no Python code ran."""
 NOT_RECORDED = "[not recorded]"
 """Root of what the allocator counted while no event was recorded."""
+PEAK_NOT_RECORDED = "[peak not recorded]"
+"""Root of what the allocator's peak rose above the highest moment that was recorded."""
+REGION_FILE = "gpumem_otel.region"
+"""File of the frame that stands for a region of code, so that its name is
+`gpumem_otel.region:<name>`."""
 OTHER = "[other]"
 """Root of what a budget merged away."""
 UNNAMED = "[unnamed]"

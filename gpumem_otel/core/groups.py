@@ -17,12 +17,14 @@ from gpumem_otel.core.stacktable import StackTable
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from gpumem_otel.core.classify import TensorClass
     from gpumem_otel.core.ports import Pause
     from gpumem_otel.core.rawform import RawFrame
+    from gpumem_otel.core.sums import Labels
 
-__all__ = ["EventGroup", "Grouper", "LiveGroup"]
+__all__ = ["PAUSE_EVERY", "EventGroup", "Grouper", "LiveGroup"]
 
-_PAUSE_EVERY = 32
+PAUSE_EVERY = 32
 _MOST_ALIKE = 16
 
 
@@ -38,6 +40,8 @@ class LiveGroup:
             always a group of its own, so that a rule can name it by its address.
         has_event: only for a block without a stack: the trace holds its allocation, so it was
             made while history was recorded.
+        tensor_class: None where nobody asked, or where only the root of a block without a stack
+            tells.
     """
 
     frames: Sequence[RawFrame]
@@ -45,6 +49,7 @@ class LiveGroup:
     size_bytes: int
     address: int | None
     has_event: bool = False
+    tensor_class: TensorClass | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +60,14 @@ class EventGroup:
         frames: as in `LiveGroup`; all events without a stack are one group with ().
         size_bytes: requested bytes: that is what torch writes into a trace.
         address: of the first of the events.
+        labels: those that its events have in common, where anybody asked for labels.
     """
 
     frames: Sequence[RawFrame]
     objects: int
     size_bytes: int
     address: int | None
+    labels: Labels = ()
 
 
 class Grouper:
@@ -95,7 +102,7 @@ class Grouper:
         pause, count, alike, trusted = self._pause, self._count, self._alike, self._trusted
         for entry in entries:
             count += 1
-            if pause is not None and not count % _PAUSE_EVERY:
+            if pause is not None and not count % PAUSE_EVERY:
                 pause()
             frames = entry.get("frames") or frames_of(entry)
             if not frames:

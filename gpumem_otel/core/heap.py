@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gpumem_otel.core.classify import CLASS_LABEL, TensorClass, class_of_root, other_stack
 from gpumem_otel.core.frames import (
     BEFORE_INSTALL,
     NO_PYTHON_FRAME,
@@ -26,9 +27,11 @@ from gpumem_otel.core.sums import add, order_key, samples_of, scale, sum_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from gpumem_otel.core.classify import ClassAs, Classifier
     from gpumem_otel.core.labels import Label
-    from gpumem_otel.core.model import Stack
+    from gpumem_otel.core.model import Sample, Stack
     from gpumem_otel.core.ports import FrameNamer, Pause, StacklessRule
+    from gpumem_otel.core.rawform import RawEvent
     from gpumem_otel.core.replay import Replay
     from gpumem_otel.core.snapshot import Snapshot
     from gpumem_otel.core.sums import Labels, Sums
@@ -53,6 +56,10 @@ _BYTES_COUNTER = "requested_bytes.all.allocated"
 _OBJECTS_COUNTER = "allocation.all.allocated"
 _BLOCKS_PER_PAUSE = 32
 _MOST_NS = 2**63 - 1
+_CLASS_FRAMES = {found: Frame(found.value) for found in TensorClass}
+_CLASS_LABELS: dict[TensorClass, Labels] = {
+    found: ((CLASS_LABEL, found.value),) for found in TensorClass
+}
 _REQUESTED = "sizes are requested bytes, before the allocator rounds them"
 """Comment of a profile whose sizes are not those of the allocator's blocks."""
 
@@ -109,6 +116,8 @@ def live_profile(
     pause: Pause | None = None,
     max_depth: int = 512,
     label: Label | None = None,
+    classifier: Classifier | None = None,
+    class_as: ClassAs = "root",
 ) -> HeapProfile:
     """What is alive on a device, by stack. The total is the allocator's `allocated`.
 
@@ -122,8 +131,11 @@ def live_profile(
         pause: called after every stack.
         max_depth: frames per stack; the middle is cut.
         label: what samples are labelled with beside; only for files, it plays the trace through.
+        classifier: tells tensor classes; not together with `label`.
+        class_as: where the class stands: as the root frame, or as the label `tensor_class`.
     """
-    builder = builder_for(snapshot, namer, max_depth)
+    as_root = classifier is not None and class_as == "root"
+    builder = builder_for(snapshot, namer, max(max_depth - as_root, 1))
     if label is not None:
         replay = snapshot.replay(device)
         alive = replay.alive(replay.events)
@@ -131,16 +143,21 @@ def live_profile(
         labelled = _replayed(replay, alive, builder, labels, blocks=True)
         return HeapProfile(ProfileKind.LIVE, device, samples_of(labelled), time_ns)
     sums: Sums = {}
-    for count, group in enumerate(snapshot.live_groups(device, pause), 1):
+    for count, group in enumerate(snapshot.live_groups(device, pause, classifier), 1):
+        found = group.tensor_class
         if group.frames:
             stack = builder.build(group.frames)
         else:
-            stack = builder.root(
+            root = (
                 stackless_root(group.has_event)
                 if stackless is None
                 else stackless(device, group.address)
             )
-        add(sums, (stack, ()), group.objects, group.size_bytes)
+            stack, found = builder.root(root), found or class_of_root(root)
+        key: tuple[Stack, Labels] = (stack, ())
+        if classifier is not None and found is not None:
+            key = ((*stack, _CLASS_FRAMES[found]), ()) if as_root else (stack, _CLASS_LABELS[found])
+        add(sums, key, group.objects, group.size_bytes)
         if pause is not None and (group.frames or not count % _BLOCKS_PER_PAUSE):
             pause()
     return HeapProfile(ProfileKind.LIVE, device, samples_of(sums, pause), time_ns)
@@ -159,6 +176,8 @@ def allocated_profile(
     pause: Pause | None = None,
     max_depth: int = 512,
     label: Label | None = None,
+    between_us: tuple[int, int] | None = None,
+    labels_of: Callable[[RawEvent], Labels] | None = None,
 ) -> HeapProfile:
     """What was allocated, by stack: recorded events, scaled to the allocator's own counters.
 
@@ -179,16 +198,22 @@ def allocated_profile(
         pause: called after every stack.
         max_depth: frames per stack; the middle is cut.
         label: what samples are labelled with beside; only for files, it plays the trace through.
+        between_us: only events of this time, its end left out, microseconds since 1970; the
+            counters are of more, and what was seen stands for all of it.
+        labels_of: labels of an event, in place of `label`, without playing the trace through.
     """
     builder = builder_for(snapshot, namer, max_depth)
     sums: Sums = {}
     if label is None:
-        for group in snapshot.event_groups(device, pause=pause):
+        since_us, until_us = between_us or (None, None)
+        for group in snapshot.event_groups(
+            device, since_us, until_us, pause=pause, labels_of=labels_of
+        ):
             if group.frames:
                 stack = builder.build(group.frames)
             else:
                 stack = builder.root(recorded_root(stackless, device, group.address))
-            add(sums, (stack, ()), group.objects, group.size_bytes)
+            add(sums, (stack, group.labels), group.objects, group.size_bytes)
             if pause is not None:
                 pause()
     else:
@@ -331,23 +356,32 @@ def _replayed(
 
 
 def apply_budget(profile: HeapProfile, *, max_samples: int) -> HeapProfile:
-    """The profile in at most so many samples (at least 1): the smallest become one, `[other]`.
+    """The profile in at most so many samples (at least 1): the smallest become `[other]`.
 
-    Totals of bytes and objects stay as they are.
+    Totals of bytes and objects stay as they are, those of each tensor class too.
     """
     limit = max(1, max_samples)
     if len(profile.samples) <= limit:
         return profile
     sums = sum_up(profile.samples)
-    other = ((Frame(OTHER),), ())
     if len(sums) > limit:
-        rest = sums.pop(other, None) or [0, 0]
-        for sample in samples_of(sums)[limit - 1 :]:
-            objects, size = sums.pop((sample.frames, sample.labels))
-            rest[0] += objects
-            rest[1] += size
-        sums[other] = rest
+        ordered = samples_of(sums)
+        rests = {_rest_of(sample) for sample in ordered}
+        kept = [s for s in ordered if (s.frames, s.labels) not in rests]
+        del kept[max(limit - len(rests), 0) :]
+        whole = len(rests) > limit  # no room for each class
+        of_kept = {(sample.frames, sample.labels): sample for sample in kept}
+        sums = sum_up(kept)
+        for sample in ordered:
+            if (sample.frames, sample.labels) not in of_kept:
+                key = ((Frame(OTHER),), ()) if whole else _rest_of(sample)
+                add(sums, key, sample.objects, sample.size_bytes)
     return replace(profile, samples=samples_of(sums))
+
+
+def _rest_of(sample: Sample) -> tuple[Stack, Labels]:
+    """Where a sample goes that is merged away."""
+    return other_stack(sample.frames), tuple(s for s in sample.labels if s[0] == CLASS_LABEL)
 
 
 def merge(profiles: Iterable[HeapProfile]) -> HeapProfile:

@@ -140,6 +140,7 @@ class ProfileKind(str, Enum):
     ALLOCATED = "allocated"
     PEAK = "peak"
     PINNED = "pinned"
+    GROWTH = "growth"
 
 
 class Sizes(str, Enum):
@@ -205,9 +206,11 @@ class DeviceStats:
         frees: `allocation.all.freed`.
         allocation_bytes: `allocated_bytes.all.allocated`, bytes allocated ever, rounded.
         requested_allocation_bytes: `requested_bytes.all.allocated`, the same, as asked for.
+        requested_peak_bytes: `requested_bytes.all.peak`, in the unit of a trace.
         inactive_split_bytes: free remainders of split blocks; 0 under expandable segments.
         limit_bytes: the smaller of the device and the job's memory fraction, None if unknown.
         device_used_bytes: used on the device by everybody, None if unknown.
+        process_used_bytes: of that by this process, by the driver's count, None if unknown.
         host_pinned_bytes: pinned host memory of this process, None where torch does not tell.
     """
 
@@ -223,12 +226,14 @@ class DeviceStats:
     frees: int = 0
     allocation_bytes: int = 0
     requested_allocation_bytes: int = 0
+    requested_peak_bytes: int = 0
     segments: int = 0
     ooms: int = 0
     alloc_retries: int = 0
     limit_bytes: int | None = None
     device_total_bytes: int | None = None
     device_used_bytes: int | None = None
+    process_used_bytes: int | None = None
     host_pinned_bytes: int | None = None
 
 
@@ -329,6 +334,7 @@ class Observation:
 
     Attributes:
         books: by device, from the last read-out; absent before the first.
+        classes: bytes by tensor class, by device, of the same read-out.
         home_device: carries the rows of the process as a whole, and must not change while it
             lives; None: the lowest armed device, 0 where there is none.
         counters: our own counters: (name, attributes sorted by key) -> value.
@@ -339,6 +345,7 @@ class Observation:
     time_ns: int
     devices: tuple[DeviceStats, ...]
     books: Mapping[int, DeviceBooks] = field(default_factory=lambda: MappingProxyType({}))
+    classes: Mapping[int, Mapping[str, int]] = field(default_factory=lambda: MappingProxyType({}))
     steps: StepStats = field(default_factory=StepStats)
     home_device: int | None = None
     counters: Mapping[tuple[str, tuple[tuple[str, str], ...]], float] = field(

@@ -5,6 +5,7 @@
 | live | its blocks | the blocks of its last reading |
 | allocated | the events in its trace | its last window, scaled to the allocator's counters |
 | peak | what was alive when most was, by its trace | the reading that held most |
+| pinned | its pinned host memory (torch 2.14) | no recording holds it |
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gpumem_otel.core import heap
 from gpumem_otel.core.fileform import read_all
 from gpumem_otel.core.frames import file_function_namer
 from gpumem_otel.core.model import ProfileKind
+from gpumem_otel.core.pinned import pinned_profile
 from gpumem_otel.core.snapshot import Snapshot, parse
 from gpumem_otel.errors import NoHistoryError
 
@@ -54,13 +56,14 @@ class Opened:
         """One profile of this kind per device that has one, in order of the devices.
 
         Args:
-            kind: live, allocated or peak.
+            kind: live, allocated, peak or pinned; pinned memory is of no device: one profile,
+                under the lowest or the one asked for.
             device: only this one.
             label: what samples are labelled with beside; recorded windows have none.
             time_ns: moment of the reading, where the file does not tell it.
 
         Raises:
-            NoHistoryError: the kind needs events, and the file holds none.
+            NoHistoryError: the kind needs events, or pinned memory, and the file holds none.
             SnapshotError: the sizes in a trace are no sizes.
             ValueError: files hold no profiles of this kind.
         """
@@ -68,6 +71,8 @@ class Opened:
             return self._allocated(device, label, time_ns)
         if kind is ProfileKind.PEAK:
             return self._peak(device, label, time_ns)
+        if kind is ProfileKind.PINNED:
+            return self._pinned(device, time_ns)
         if kind is not ProfileKind.LIVE:
             raise ValueError(f"no file holds a profile of kind {kind.value}")
         return tuple(
@@ -81,6 +86,8 @@ class Opened:
         """Whether there is a profile of this kind."""
         if kind is ProfileKind.LIVE or (self.recording is not None and kind is ProfileKind.PEAK):
             return True
+        if kind is ProfileKind.PINNED:
+            return bool(self.snapshot.host_segments)
         if self.recording is not None:
             return bool(self.recording.windows)
         have = _allocates if kind is ProfileKind.ALLOCATED else Snapshot.has_timeline
@@ -142,6 +149,15 @@ class Opened:
             )
             for one in self._with_events(device, "to see the peak", Snapshot.has_timeline)
         )
+
+    def _pinned(self, device: int | None, time_ns: int) -> tuple[HeapProfile, ...]:
+        if not self.snapshot.host_segments:
+            raise NoHistoryError(
+                f"{self.snapshot.source}: holds no pinned host memory; torch 2.14 and newer record "
+                "it with torch.cuda.memory._record_memory_history(record_pinned_host_memory=True)"
+            )
+        home = min(self.snapshot.devices(), default=0) if device is None else device
+        return (pinned_profile(self.snapshot, home, namer=file_function_namer, time_ns=time_ns),)
 
     def _with_events(
         self, device: int | None, why: str, have: Callable[[Snapshot, int], bool]

@@ -186,7 +186,8 @@ class PageForm:
         return packed(header, self._columns)
 
     def _add_profiles(self, opened: Opened, device: int | None) -> None:
-        for kind in (ProfileKind.LIVE, ProfileKind.PEAK, ProfileKind.ALLOCATED):
+        kinds = (ProfileKind.LIVE, ProfileKind.PEAK, ProfileKind.ALLOCATED, ProfileKind.PINNED)
+        for kind in kinds:
             with suppress(NoHistoryError):  # then the page does not offer the kind
                 for profile in opened.profiles(kind, device):
                     self.add_profile(profile)

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection, Mapping
 
+    from gpumem_otel.core.classify import Classifier
     from gpumem_otel.core.model import (
         DeviceStats,
         HeapProfile,
@@ -26,6 +27,7 @@ __all__ = [
     "Pause",
     "ProfileReader",
     "ProfileSink",
+    "PushReader",
     "Reading",
     "Source",
     "StacklessRule",
@@ -86,6 +88,8 @@ class Reading:
         time_ns: when the snapshot was taken.
         stall_seconds: time spent in calls that hold the interpreter lock.
         stackless: names the root of blocks without a stack; None where the snapshot says it.
+        stackless_blocks: of a window, the same for what is older than it.
+        classifier: tells the tensor classes of its blocks; None where nothing does.
     """
 
     snapshot: Snapshot
@@ -94,6 +98,8 @@ class Reading:
     after: tuple[DeviceStats, ...]
     stall_seconds: float = 0.0
     stackless: StacklessRule | None = None
+    classifier: Classifier | None = None
+    stackless_blocks: StacklessRule | None = None
 
     def raced(self, device: int) -> bool:
         """Whether the job allocated or freed on this device while it was read."""
@@ -131,13 +137,27 @@ class Source(Protocol):
 class WindowSource(Protocol):
     """A source that can also record events for a while."""
 
-    def window(self, seconds: float, stop: threading.Event) -> Reading:
+    def window(
+        self,
+        seconds: float,
+        stop: threading.Event,
+        *,
+        frees: bool = False,
+        enough: Callable[[], bool] | None = None,
+    ) -> Reading:
         """Record events for so long (or until `stop`), bounded in number, and read them.
 
         The reading's snapshot holds only events of the window; `before` and `after` are the
         counters at its two ends.
 
+        Args:
+            seconds: the longest it takes.
+            stop: ends it early.
+            frees: record frees too, whose frames are those of the allocation.
+            enough: asked many times a second; the window ends once it says so.
+
         Raises:
+            BusyError: the job records memory history itself.
             CaptureError: recording could not be switched, or another window is open.
         """
         ...
@@ -159,6 +179,41 @@ class ProfileReader(Protocol):
 
         Raises:
             CaptureError: events can not be recorded here.
+        """
+        ...
+
+
+class PushReader(Protocol):
+    """The profiles of a push: nothing is shared with those who pull."""
+
+    def live(self) -> tuple[HeapProfile, ...]:
+        """What is alive at this very moment, one profile per device.
+
+        Raises:
+            CaptureError: the allocator could not be read.
+        """
+        ...
+
+    def beside(self, kind: ProfileKind, live: tuple[HeapProfile, ...]) -> tuple[HeapProfile, ...]:
+        """Profiles of another kind (`growth`, `pinned`) out of the read-out just made.
+
+        Args:
+            kind: what to make.
+            live: what that read-out gave.
+
+        Raises:
+            CaptureError: they can not be had here.
+        """
+        ...
+
+    def windowed(
+        self, kinds: Collection[ProfileKind], limit_seconds: float, stop: threading.Event
+    ) -> Mapping[ProfileKind, tuple[HeapProfile, ...]]:
+        """Profiles of several kinds (`allocated`, `peak`) out of one recorded window.
+
+        Raises:
+            BusyError: not now, and not for a fault of ours.
+            CaptureError: events could not be recorded.
         """
         ...
 

@@ -20,7 +20,8 @@ import zlib
 from typing import TYPE_CHECKING
 
 from gpumem_otel.core import pprof_read
-from gpumem_otel.core.frames import OTHER, UNNAMED
+from gpumem_otel.core.classify import other_stack
+from gpumem_otel.core.frames import UNNAMED
 from gpumem_otel.core.model import Frame, ProfileKind, Sample
 from gpumem_otel.core.wire import INT64_MAX, bytes_field, int_field, packed_field, utf8, varint
 from gpumem_otel.errors import EncodeError
@@ -44,11 +45,11 @@ SAMPLE_TYPES = {
     ProfileKind.ALLOCATED: (("alloc_objects", "count"), ("alloc_space", "bytes")),
     ProfileKind.PEAK: (("peak_objects", "count"), ("peak_space", "bytes")),
     ProfileKind.PINNED: (("pinned_objects", "count"), ("pinned_space", "bytes")),
+    ProfileKind.GROWTH: (("growth_objects", "count"), ("growth_space", "bytes")),
 }
 """(type, unit) of the first two values of a sample; the third is always snapshots/count."""
 
 SNAPSHOT_FRAME = Frame("(snapshot)")
-_OTHER = Frame(OTHER)
 _NO_STACK = Frame("[no stack]")
 
 _MAPPING_ID = 1
@@ -83,7 +84,8 @@ def encode(
             that pulls knows the labels of the target only), and each device a snapshot count of
             its own; otherwise the profiles together count as one snapshot.
         max_bytes: where the encoding would be larger, only the largest samples that fit are kept;
-            the others become one sample `[other]` per profile and label set. Sums stay the same.
+            the others become one sample `[other]` per profile, tensor class and label set. Sums
+            stay the same.
         kind: what to call the types where there is no profile at all.
         pause: called after every 16 samples, and after each with frames not met before.
 
@@ -368,13 +370,14 @@ def _merge_rest(
 ) -> list[Sample]:
     """The kept samples in their order, then what `[other]` holds; an `[other]` is extended."""
     out = []
-    rest: dict[_Labels, tuple[int, int]] = {}
+    rest: dict[tuple[Stack, _Labels], tuple[int, int]] = {}
     for index, sample in enumerate(samples):
-        if index in kept and not (len(sample.frames) == 1 and sample.frames[0].name == OTHER):
+        other = other_stack(sample.frames)
+        if index in kept and sample.frames != other:
             out.append(sample)
             continue
-        labels = sample.labels if keep_labels else ()
-        objects, size_bytes = rest.get(labels, (0, 0))
-        rest[labels] = (objects + sample.objects, size_bytes + sample.size_bytes)
-    out += [Sample((_OTHER,), *totals, labels) for labels, totals in rest.items()]
+        key = other, sample.labels if keep_labels else ()
+        objects, size_bytes = rest.get(key, (0, 0))
+        rest[key] = (objects + sample.objects, size_bytes + sample.size_bytes)
+    out += [Sample(stack, *totals, labels) for (stack, labels), totals in rest.items()]
     return out

@@ -64,6 +64,9 @@ class _Wrong(Exception):  # noqa: N818 (internal: leaves this module as a Snapsh
 def check(raw: object, source: str, size_bytes: int) -> None:
     """Refuse what can not be read, or not in a time that fits its size.
 
+    Pinned host memory is left out where it is not as torch 2.14 writes it: the file is about the
+    device.
+
     Args:
         raw: the root of a snapshot.
         source: name for messages.
@@ -72,10 +75,16 @@ def check(raw: object, source: str, size_bytes: int) -> None:
     Raises:
         SnapshotError: says which value is wrong.
     """
+    most_frames = _FRAMES_FLOOR + _FRAMES_PER_BYTE * size_bytes
     try:
-        _check(raw, _FRAMES_FLOOR + _FRAMES_PER_BYTE * size_bytes)
+        _check(raw, most_frames)
     except _Wrong as wrong:
         raise SnapshotError(source, f"not a readable memory snapshot: {wrong}") from None
+    if isinstance(raw, dict) and "host_segments" in raw:
+        try:
+            _check_host_segments(_list_of_dicts(raw, "host_segments"), most_frames)
+        except _Wrong:
+            raw["host_segments"] = ()
 
 
 def _check(raw: object, most_frames: int) -> None:
@@ -123,6 +132,16 @@ def _check_segments(segments: Sequence[dict[str, Any]], stacks: list[Sequence[An
     _sizes(present, "real_size", _MAYBE_INT, _What("history entry"))
     _kinds(present, "frames", _MAYBE_LIST, _What("history entry"))
     stacks += [frames for entry in present if (frames := entry.get("frames"))]
+
+
+def _check_host_segments(segments: Sequence[dict[str, Any]], most_frames: int) -> None:
+    """Of pinned host memory, torch 2.14 and newer."""
+    what = _What("entry of host_segments")
+    for key in ("size", "total_size"):
+        _sizes(segments, key, _MAYBE_INT, what)
+    _addresses(segments, "address", what)
+    stacks = list(filter(None, _kinds(segments, "frames", _MAYBE_LIST, what)))
+    _check_stacks(stacks, most_frames)
 
 
 def _check_traces(raw: dict[str, Any], most_frames: int) -> None:

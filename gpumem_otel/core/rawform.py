@@ -79,6 +79,8 @@ class RawBlock(_BlockNeeds, total=False):
     requested_size: int
     frames: Sequence[RawFrame]
     history: Sequence[RawHistory]
+    tensor_class: str
+    """Only in recordings of ours."""
 
 
 class _SegmentNeeds(TypedDict):

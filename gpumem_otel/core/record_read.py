@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader"]
 
+_CLASS_LETTERS = frozenset(form.CLASSES.values())
+
 
 class Loader:
     """Takes the lines of a recording one by one.
@@ -198,11 +200,14 @@ class Loader:
                 None if a is None else form.whole(a, "an address", 0, 2**64 - 1)
                 for a in form.sequence(addresses, "addresses", count)
             )
+        classes = None if given.get("c") is None else form.text(given["c"], "classes")
         columns_fit = all(
             len(column) == count
-            for column in (states, stacks, slack, addresses)
+            for column in (states, stacks, slack, addresses, classes)
             if column is not None
         )
+        if classes is not None and set(classes) - _CLASS_LETTERS:
+            classes = None  # a newer version knows more of them: by stack then
         if not columns_fit or not STATE_WORDS.keys() >= set(states):
             raise form.BadFormError("columns of blocks do not fit")
         if count and (min(sizes) < 0 or (slack is not None and _below(sizes, slack))):
@@ -222,6 +227,7 @@ class Loader:
             states=states,
             stacks=stacks,
             addresses=addresses,
+            classes=classes,
         )
 
     def _groups(self, item: object) -> tuple[array[int], array[int], array[int]]:

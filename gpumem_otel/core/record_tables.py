@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.core import rawform
 from gpumem_otel.core import recordform as form
+from gpumem_otel.core.classify import TensorClass, class_of_root
 from gpumem_otel.core.heap import recorded_root, stackless_root
 from gpumem_otel.core.model import BlockState
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gpumem_otel.core.classify import Classifier
     from gpumem_otel.core.frames import StackBuilder
     from gpumem_otel.core.model import Frame, Stack
     from gpumem_otel.core.ports import Pause, Reading
@@ -99,6 +101,7 @@ class StackIndexes:
         self._rule = reading.stackless
         self._pause = pause
         self._lists: dict[int, int] = {}
+        self._classes: dict[int, TensorClass] = {}
         self._known: dict[tuple[int, ...], int] = {}
         self._seen: dict[int, dict[int | None, bool]] = {}
 
@@ -109,12 +112,23 @@ class StackIndexes:
         frames = rawform.frames_of(block)
         if frames or state is not BlockState.ACTIVE_ALLOCATED:
             return self.of_frames(frames)
-        address = block.get("address")
-        if self._rule is not None:
-            root = self._rule(device, address)
-        else:
-            root = stackless_root(self._has_event(device, address))
+        root = self._root(device, block.get("address"))
         return self._tables.stack_index(self._builder.root(root))
+
+    def class_of_block(self, device: int, block: RawBlock, classifier: Classifier) -> TensorClass:
+        """The class of a block; what is not allocated has none."""
+        if block["state"] != BlockState.ACTIVE_ALLOCATED.value:
+            return TensorClass.UNATTRIBUTED
+        found = classifier.of_block(block)
+        if found is not None:
+            return found
+        frames = rawform.frames_of(block)
+        if frames:
+            known = self._classes.get(id(frames))
+            if known is None:
+                known = self._classes[id(frames)] = classifier.of_stack(frames)
+            return known
+        return class_of_root(self._root(device, block.get("address")))
 
     def of_event(self, device: int, frames: Sequence[RawFrame], address: int | None) -> int:
         """The stack of a recorded allocation, or its named root."""
@@ -130,6 +144,11 @@ class StackIndexes:
         if index is None:
             index = self._lists[id(frames)] = self._of_new_list(frames)
         return index
+
+    def _root(self, device: int, address: int | None) -> str:
+        if self._rule is not None:
+            return self._rule(device, address)
+        return stackless_root(self._has_event(device, address))
 
     def _of_new_list(self, frames: Sequence[RawFrame]) -> int:
         key = tuple(map(id, frames))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.core import recordform as form
+from gpumem_otel.core.classify import RecordedClassifier
 from gpumem_otel.core.model import BlockState, StepStats
 from gpumem_otel.core.ports import Reading
 from gpumem_otel.core.snapshot import from_torch
@@ -30,6 +31,7 @@ __all__ = [
 STATE_WORDS = {ord(digit): state.value for state, digit in form.STATES.items()}
 """Byte of a column of states -> the allocator's word."""
 
+_CLASS_WORDS = {letter: found.value for found, letter in form.CLASSES.items()}
 _ALLOCATED = BlockState.ACTIVE_ALLOCATED.value
 _INACTIVE = BlockState.INACTIVE.value
 
@@ -66,6 +68,7 @@ class RecordedSegment:
         slack: requested minus allocated size of each block, None where all are equal.
         states: a digit for each block, see `recordform.STATES`.
         addresses: of the blocks, None where they follow one another.
+        classes: a letter for each block, see `recordform.CLASSES`; None where none was written.
     """
 
     device: int
@@ -81,6 +84,7 @@ class RecordedSegment:
     states: bytes
     stacks: array[int]
     addresses: tuple[int | None, ...] | None
+    classes: str | None = None
 
     def raw(self, tables: Tables) -> dict[str, Any]:
         """The segment as torch writes it."""
@@ -103,6 +107,8 @@ class RecordedSegment:
                 block["address"] = address
                 address += size
             block["frames"] = stacks[self.stacks[index]]
+            if self.classes is not None and state == _ALLOCATED:
+                block["tensor_class"] = _CLASS_WORDS[self.classes[index]]
             blocks.append(block)
         return {
             "device": self.device,
@@ -162,6 +168,11 @@ class RecordedReading:
             if STATE_WORDS[state] == _ALLOCATED
         )
 
+    def classifier(self) -> RecordedClassifier:
+        """Tells the tensor classes of the snapshot's blocks."""
+        known = any(segment.classes is not None for segment in self._segments)
+        return RecordedClassifier(by_stack_alone=not known)
+
     def reading(self) -> Reading:
         """The reading, as the live source gave it."""
         return Reading(
@@ -170,6 +181,7 @@ class RecordedReading:
             before=self.before,
             after=self.after,
             stall_seconds=self.stall_seconds,
+            classifier=self.classifier(),
         )
 
 

@@ -15,10 +15,11 @@ devices whose snapshot held events. A segment is
 
     {"d": device, "a": address, "n": size, "s": stream, "t": kind, "p": [pool], "x": expandable,
      "k": stack, "b": [[size, ...], [requested - size, ...] or null, "states", [stack, ...]],
-     "A": [address or null, ...]}
+     "A": [address or null, ...], "c": "classes"}
 
-where the states are digits (`STATES`) and "A" is there only where blocks do not follow one
-another from the segment's address. Groups are {"device": [[stack, ...], [objects, ...],
+where the states are digits (`STATES`), "A" is there only where blocks do not follow one another
+from the segment's address, and "c" has a letter (`CLASSES`) for each block, where the tensor
+classes are known. Groups are {"device": [[stack, ...], [objects, ...],
 [requested bytes, ...]]}. A block without a stack has its named root as a stack of one frame.
 
 Unknown lines and keys are ignored; a change that older readers would misread raises the version.
@@ -30,12 +31,14 @@ from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from gpumem_otel.core.classify import TensorClass
 from gpumem_otel.core.model import BlockState, DeviceStats, Identity, StepStats
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 __all__ = [
+    "CLASSES",
     "FORMAT",
     "MAX_BLOCKS",
     "MAX_DEVICES",
@@ -87,6 +90,9 @@ STATES = {
     BlockState.ACTIVE_ALLOCATED: "1",
     BlockState.ACTIVE_PENDING_FREE: "2",
 }
+
+CLASSES = dict(zip(TensorClass, "pubgoakitwcn", strict=True))
+"""Of blocks that are not allocated the letter means nothing."""
 
 _INT64_MAX = 2**63 - 1
 _STATS = tuple(field.name for field in fields(DeviceStats))

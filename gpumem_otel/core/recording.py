@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterable, Mapping, Sequence
 
+    from gpumem_otel.core.classify import Classifier
     from gpumem_otel.core.model import Identity, StepStats
     from gpumem_otel.core.ports import FrameNamer, Pause, Reading
     from gpumem_otel.core.rawform import RawSegment
@@ -114,7 +115,7 @@ class RecordingWriter:
             if self._blocks + blocks > form.MAX_BLOCKS:
                 return self._fill()
             parts.append("," if position else "")
-            parts += self._segment(segment, names, pause)
+            parts += self._segment(segment, names, reading.classifier, pause)
         parts.append("]}}")
         objects = 1 + len(raw_segments) + len(traced) + len(steps.floor_bytes)
         return self._add(parts, objects + len(reading.before) + len(reading.after), blocks, pause)
@@ -185,7 +186,11 @@ class RecordingWriter:
         return f'{{"{what}":{json_text(fields)[:-1]}'
 
     def _segment(
-        self, segment: RawSegment, names: StackIndexes, pause: Pause | None
+        self,
+        segment: RawSegment,
+        names: StackIndexes,
+        classifier: Classifier | None,
+        pause: Pause | None,
     ) -> Iterable[str]:
         device = rawform.device_of(segment)
         sizes: list[int] = []
@@ -193,6 +198,7 @@ class RecordingWriter:
         states: list[str] = []
         stacks: list[int] = []
         addresses: list[int | None] = []
+        classes: list[str] = []
         start = following = rawform.whole(segment.get("address"))
         contiguous = True
         for count, block in enumerate(segment["blocks"], 1):
@@ -208,6 +214,8 @@ class RecordingWriter:
             states.append(form.STATES[state])
             stacks.append(names.of_block(device, block, state))
             addresses.append(address)
+            if classifier is not None and not classifier.by_stack_alone:
+                classes.append(form.CLASSES[names.class_of_block(device, block, classifier)])
         meta: dict[str, Any] = {
             "d": device,
             "a": start,
@@ -228,6 +236,8 @@ class RecordingWriter:
         if not contiguous:
             yield ',"A":'
             yield from _numbers(["null" if a is None else a for a in addresses], pause)
+        if classes:
+            yield f',"c":"{"".join(classes)}"'
         yield "}"
 
     def _add(self, parts: Sequence[str], objects: int, blocks: int, pause: Pause | None) -> bool:

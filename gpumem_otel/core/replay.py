@@ -37,6 +37,7 @@ from gpumem_otel.core.stacktable import StackTable
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from gpumem_otel.core.ports import Pause
     from gpumem_otel.core.rawform import RawBlock, RawEvent, RawFrame, RawSegment
 
 __all__ = ["Mark", "Replay", "replay_trace"]
@@ -53,6 +54,8 @@ _MAX_MARKS = 20_000
 """More than anybody looks at: a trace may consist of nothing else."""
 _GONE = -1
 _FREES = frozenset({"free_requested", "free_completed"})
+PIECE = 32
+"""Events, or blocks, between two pauses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,23 +138,40 @@ class Replay:
             raise ValueError(f"moment {moment}: not one of 0 to {self.events}")
         return [
             index
-            for index, (born, died) in enumerate(zip(self.born, self.died, strict=True))
-            if born <= moment < died
+            for start in range(0, len(self.born), PIECE)
+            for index in self.alive_among(moment, start)
         ]
 
+    def alive_among(self, moment: int, start: int) -> list[int]:
+        """As `alive`, of the 32 allocations from an index on: for work in slices."""
+        end = start + PIECE
+        pairs = zip(self.born[start:end], self.died[start:end], strict=True)
+        return [index for index, (born, died) in enumerate(pairs, start) if born <= moment < died]
 
-def replay_trace(device: int, segments: Sequence[RawSegment], events: Sequence[RawEvent]) -> Replay:
+
+def replay_trace(
+    device: int,
+    segments: Sequence[RawSegment],
+    events: Sequence[RawEvent],
+    *,
+    pause: Pause | None = None,
+    frees_tell: bool = False,
+) -> Replay:
     """Play a device's trace through, and settle it with the dump at its end.
 
     Args:
         device: torch's index.
         segments: of this device, as torch wrote them.
         events: its trace, oldest first.
+        pause: called every 32 events or blocks.
+        frees_tell: the frames of a free are those of its allocation, as torch writes them where
+            `context` is not `all` (`context ? context : block->context_when_allocated` in the
+            allocator's `free`): so what is older than the trace keeps its stack.
 
     Raises:
         OverflowError: its sizes add up to more than 64 bits hold.
     """
-    player = _Player(segments)
+    player = _Player(segments, pause, frees_tell=frees_tell)
     player.play(events)
     player.settle(len(events))
     return player.result(device, len(events))
@@ -204,8 +224,12 @@ class _Lives:
 class _Player:
     """The state while a trace is played through."""
 
-    def __init__(self, segments: Sequence[RawSegment]) -> None:
+    def __init__(
+        self, segments: Sequence[RawSegment], pause: Pause | None, *, frees_tell: bool
+    ) -> None:
         self._segments = segments
+        self._pause = pause or _no_pause
+        self._frees_tell = frees_tell
         self._stacks = StackTable()
         self._pools = _Interned(DEFAULT_POOL)
         self._contexts = _Interned("")
@@ -228,48 +252,59 @@ class _Player:
 
     def play(self, events: Sequence[RawEvent]) -> None:
         """Two passes over the events; the running sums begin at 0 and are raised by `result`."""
-        actions = [event.get("action") for event in events]
+        actions: list[str | None] = []
+        for piece in self._pieces(events):
+            actions += [event.get("action") for event in piece]
+            times = (event.get("time_us") for event in piece)
+            self._times += [t if t is not None and 0 <= t < _INT64 else -1 for t in times]
         # some writers keep the second half alone; a single event (record mode `state`) does not
         # tell, and torch writes both
         self._halves = len(events) == 1 or "free_requested" in actions
-        times = (event.get("time_us") for event in events)
-        self._times += [time if time is not None and 0 <= time < _INT64 else -1 for time in times]
         if events:
             self._times[0] = self._times[1]
         self._play_segments(events, actions)
-        held, add_held = 0, self._held.append
+        held, moment, add_held = 0, 0, self._held.append
         at, died, sizes = self._at, self._seen.died, self._seen.size
-        for moment, (action, event) in enumerate(zip(actions, events, strict=True), 1):
-            if action == "alloc":
-                held += self._alloc(moment, event)
-            elif action in _FREES:
-                address = event.get("addr")
-                index = at.get(address)
-                if index is None:
-                    held -= self._free_unseen(moment, event)
-                elif index != _GONE:
-                    died[index] = moment
-                    at[address] = _GONE
-                    held -= sizes[index]
-                # else the second half of a free; or it was allocated and freed since, and that
-                # allocation was not recorded: nobody knows when
-            add_held(held)
+        for piece in self._pieces(events):
+            for moment, event in enumerate(piece, moment + 1):  # noqa: B020 - counts on
+                action = actions[moment - 1]
+                if action == "alloc":
+                    held += self._alloc(moment, event)
+                elif action in _FREES:
+                    address = event.get("addr")
+                    index = at.get(address)
+                    if index is None:
+                        held -= self._free_unseen(moment, event)
+                    elif index != _GONE:
+                        died[index] = moment
+                        at[address] = _GONE
+                        held -= sizes[index]
+                    # else the second half of a free; or it was allocated and freed since, and that
+                    # allocation was not recorded: nobody knows when
+                add_held(held)
+
+    def _pieces(self, entries: Sequence[Any]) -> Iterator[Sequence[Any]]:
+        """The entries a few at a time, with a pause before each."""
+        for start in range(0, len(entries), PIECE):
+            self._pause()
+            yield entries[start : start + PIECE]
 
     def _play_segments(self, events: Sequence[RawEvent], actions: Sequence[str | None]) -> None:
         """What is reserved, and the marks."""
-        reserved, last = 0, 0
+        reserved, last, moment = 0, 0, 0
         ooms, others = array("I"), array("I")
-        for moment, action in enumerate(actions, 1):
-            if action == "alloc" or action in _FREES:
-                continue
-            event = events[moment - 1]
-            if action in _GROWS or action in _SHRINKS:
-                self._reserved += [reserved] * (moment - 1 - last)
-                last = moment - 1
-                size = event.get("size") or 0
-                reserved += size if action in _GROWS else -size
-            elif action in _MARKS:
-                (ooms if action == "oom" else others).append(moment)
+        for piece in self._pieces(actions):
+            for moment, action in enumerate(piece, moment + 1):  # noqa: B020 - counts on
+                if action == "alloc" or action in _FREES:
+                    continue
+                event = events[moment - 1]
+                if action in _GROWS or action in _SHRINKS:
+                    self._reserved += [reserved] * (moment - 1 - last)
+                    last = moment - 1
+                    size = event.get("size") or 0
+                    reserved += size if action in _GROWS else -size
+                elif action in _MARKS:
+                    (ooms if action == "oom" else others).append(moment)
         kept = ooms[-_MAX_MARKS:]
         kept += others[: _MAX_MARKS - len(kept)]
         self._marks = [self._mark(moment, events[moment - 1]) for moment in sorted(kept)]
@@ -310,8 +345,11 @@ class _Player:
             return 0  # the second half of a free
         address, size = event.get("addr"), event.get("size") or 0
         self._at[address] = _GONE
-        # the frames of a free tell who freed it
-        self._before.add(size, address, 0, moment, self._pool(event, address))
+        index = self._before.add(size, address, 0, moment, self._pool(event, address))
+        # else the frames of a free tell who freed it
+        frames = event.get("frames") if self._frees_tell else None
+        if frames:
+            self._before.stack[index] = self._stacks.index(frames)
         return size
 
     def _pool(self, event: RawEvent, address: int | None) -> int:
@@ -330,7 +368,9 @@ class _Player:
         """Make the last moment the dump: its allocated blocks are what is alive there."""
         left = self._at
         last = 0
-        for segment, block in _allocated_blocks(self._segments):
+        for count, (segment, block) in enumerate(_allocated_blocks(self._segments)):
+            if not count % PIECE:
+                self._pause()
             address = _address_of(block)
             requested = requested_of(block)
             index = None if address is None else left.get(address)
@@ -379,7 +419,14 @@ class _Player:
         def column(code: str, name: str) -> array[int]:
             found = array(code)
             for part in parts:
-                found += array(code, getattr(part, name))
+                for piece in self._pieces(getattr(part, name)):
+                    found += array(code, piece)
+            return found
+
+        def raised(by: int, column: Sequence[int]) -> array[int]:
+            found = array("q")
+            for piece in self._pieces(column):
+                found += array("q", [by + value for value in piece])
             return found
 
         def sparse(code: str, name: str) -> array[int]:
@@ -407,8 +454,8 @@ class _Player:
             pools=self._pools.all,
             contexts=self._contexts.all,
             time_us=array("q", self._times),
-            allocated_bytes=array("q", [base + held for held in self._held]),
-            reserved_bytes=array("q", [reserved + held for held in self._reserved]),
+            allocated_bytes=raised(base, self._held),
+            reserved_bytes=raised(reserved, self._reserved),
             marks=tuple(self._marks),
             warnings=tuple(self._told(device, events)),
         )
@@ -465,6 +512,10 @@ class _Places:
             return None
         index = bisect_right(self._starts, address) - 1
         return self._pools[index] if index >= 0 and address < self._ends[index] else None
+
+
+def _no_pause() -> None:
+    """For work that nobody waits for."""
 
 
 def _allocated_blocks(segments: Sequence[RawSegment]) -> Iterator[tuple[RawSegment, RawBlock]]:

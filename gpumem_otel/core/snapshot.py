@@ -7,13 +7,14 @@ and real files of each version.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gpumem_otel.core import rawform
 from gpumem_otel.core.books import add_up
 from gpumem_otel.core.fileform import Recording, decode, read_all
-from gpumem_otel.core.groups import EventGroup, Grouper, LiveGroup
+from gpumem_otel.core.groups import PAUSE_EVERY, EventGroup, Grouper, LiveGroup
 from gpumem_otel.core.model import AllocEvent, Annotation, Block, BlockState, Segment
 from gpumem_otel.core.rawcheck import check, warnings_for
 from gpumem_otel.core.replay import replay_trace
@@ -21,14 +22,16 @@ from gpumem_otel.errors import SnapshotError
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from gpumem_otel.core.classify import Classifier, TensorClass
     from gpumem_otel.core.frames import StackBuilder
     from gpumem_otel.core.model import DeviceBooks
     from gpumem_otel.core.ports import FrameNamer, Pause
     from gpumem_otel.core.rawform import RawBlock, RawEvent, RawSegment
     from gpumem_otel.core.record_values import Recording as WholeRecording
     from gpumem_otel.core.replay import Replay
+    from gpumem_otel.core.sums import Labels
 
 __all__ = [
     "Snapshot",
@@ -52,9 +55,9 @@ class Snapshot:
         source: name of the file or stream, for messages.
         resolved: frame names are final already and need no naming (recordings of ours).
         builders: by namer and depth, see `heap.builder_for`: devices may share all their frames.
+        host_segments: pinned host memory as torch wrote it, () before torch 2.14.
+        trusted: frames hold only text and numbers, see `Grouper`.
     """
-
-    # `trusted`: frames hold only text and numbers, see Grouper
 
     def __init__(
         self,
@@ -64,17 +67,19 @@ class Snapshot:
         *,
         annotations: Sequence[Mapping[str, Any]] = (),
         settings: Mapping[str, object] | None = None,
+        host_segments: Sequence[dict[str, Any]] = (),
         resolved: bool = False,
         trusted: bool = True,
     ) -> None:
         self.source = source
         self.resolved = resolved
+        self.host_segments = host_segments
         self._segments = segments
         self._traces = traces
         self._annotations = annotations
         self._settings = settings or {}
         self._told: tuple[str, ...] = ()
-        self._trusted = trusted
+        self.trusted = trusted
         self._by_device: dict[int, list[RawSegment]] | None = None
         self._annotations_by_device: dict[int, list[Annotation]] | None = None
         self._reader = rawform.Reader()
@@ -186,6 +191,20 @@ class Snapshot:
                 pool_id=rawform.pool_of(raw.get("pool_id")),
             )
 
+    def has_metadata(self, device: int, pause: Pause | None = None) -> bool:
+        """Whether any event of a device carries the metadata that a program has set (torch 2.10).
+
+        Args:
+            device: torch's index.
+            pause: called every 32 events.
+        """
+        for count, event in enumerate(self._trace(device)):
+            if pause is not None and not count % PAUSE_EVERY:
+                pause()
+            if event.get("user_metadata"):
+                return True
+        return False
+
     def books(self, device: int, pause: Pause | None = None) -> DeviceBooks:
         """Sums over the segments and blocks of a device; all zero where it has none.
 
@@ -211,8 +230,17 @@ class Snapshot:
         """
         return len(self._trace(device)) > 1
 
-    def replay(self, device: int) -> Replay:
+    def replay(
+        self, device: int, *, pause: Pause | None = None, frees_tell: bool = False
+    ) -> Replay:
         """A device's trace played through, for what was alive at any moment of it.
+
+        It is played once: what is asked later is given the same.
+
+        Args:
+            device: torch's index.
+            pause: see `replay_trace`, as `frees_tell`.
+            frees_tell: only of windows of ours.
 
         Raises:
             SnapshotError: its sizes add up to more than 64 bits hold.
@@ -220,14 +248,22 @@ class Snapshot:
         found = self._replays.get(device)
         if found is None:
             try:
-                found = replay_trace(device, self._of_device(device), self._trace(device))
+                found = replay_trace(
+                    device,
+                    self._of_device(device),
+                    self._trace(device),
+                    pause=pause,
+                    frees_tell=frees_tell,
+                )
             except OverflowError:
                 reason = "the sizes in its trace add up to more than 64 bits hold"
                 raise SnapshotError(self.source, reason) from None
             self._replays[device] = found
         return found
 
-    def live_groups(self, device: int, pause: Pause | None = None) -> list[LiveGroup]:
+    def live_groups(
+        self, device: int, pause: Pause | None = None, classifier: Classifier | None = None
+    ) -> list[LiveGroup]:
         """Every allocated block of a device, grouped by stack.
 
         The sizes add up to `books(device).allocated_bytes`. Frames are compared by identity,
@@ -237,17 +273,54 @@ class Snapshot:
         Args:
             device: torch's index.
             pause: called every 32 blocks.
+            classifier: groups are of one class too, and say which.
         """
-        grouper = Grouper("address", pause, trusted=self._trusted)
-        for segment in self._of_device(device):
-            grouper.add(b for b in segment["blocks"] if b["state"] == "active_allocated")
-        found = [LiveGroup(*group) for group in grouper.groups]
+        live = (
+            block
+            for segment in self._of_device(device)
+            for block in segment["blocks"]
+            if block["state"] == "active_allocated"
+        )
+        if classifier is None:
+            return self._grouped(device, live, pause, None)
+        by_class: dict[TensorClass | None, list[RawBlock]] = {}
+        for count, block in enumerate(live, 1):
+            by_class.setdefault(classifier.of_block(block), []).append(block)
+            if pause is not None and not count % PAUSE_EVERY:
+                pause()
+        found: list[LiveGroup] = []
+        for tensor_class, blocks in by_class.items():
+            groups = self._grouped(device, blocks, pause, tensor_class)
+            if tensor_class is None:  # a block without a stack: only its root tells
+                groups = [
+                    replace(group, tensor_class=classifier.of_stack(group.frames))
+                    if group.frames
+                    else group
+                    for group in groups
+                ]
+            found += groups
+        return found
+
+    def _grouped(
+        self,
+        device: int,
+        blocks: Iterable[RawBlock],
+        pause: Pause | None,
+        tensor_class: TensorClass | None,
+    ) -> list[LiveGroup]:
+        grouper = Grouper("address", pause, trusted=self.trusted)
+        grouper.add(blocks)
+        found = [
+            LiveGroup(frames, objects, size, address, tensor_class=tensor_class)
+            for frames, objects, size, address in grouper.groups
+        ]
         if grouper.bare:
             trace = self._trace(device)
             seen = {event.get("addr") for event in trace if event.get("action") == "alloc"}
             for block in grouper.bare:
                 address = block.get("address")
-                found.append(LiveGroup((), 1, block["size"], address, address in seen))
+                has_event = address in seen
+                found.append(LiveGroup((), 1, block["size"], address, has_event, tensor_class))
         return found
 
     def event_groups(
@@ -256,6 +329,7 @@ class Snapshot:
         since_us: int | None = None,
         until_us: int | None = None,
         pause: Pause | None = None,
+        labels_of: Callable[[RawEvent], Labels] | None = None,
     ) -> list[EventGroup]:
         """The allocations in a device's trace, grouped by stack, in requested bytes.
 
@@ -265,17 +339,36 @@ class Snapshot:
                 (before torch 2.2) always count.
             until_us: leave out what is not older than this.
             pause: called every 32 events.
+            labels_of: events of different labels are different groups.
         """
-        grouper = Grouper("addr", pause, trusted=self._trusted)
         allocs = (event for event in self._trace(device) if event.get("action") == "alloc")
-        if since_us is None and until_us is None:
-            grouper.add(allocs)
-        else:
-            grouper.add(event for event in allocs if _within(event, since_us, until_us))
-        found = [EventGroup(*group) for group in grouper.groups]
+        if since_us is not None or until_us is not None:
+            allocs = (event for event in allocs if _within(event, since_us, until_us))
+        if labels_of is None:
+            return self._event_groups(allocs, pause, ())
+        by_labels: dict[Labels, list[RawEvent]] = {}
+        for count, event in enumerate(allocs):
+            if pause is not None and not count % PAUSE_EVERY:
+                pause()
+            by_labels.setdefault(labels_of(event), []).append(event)
+        return [
+            group
+            for labels, events in by_labels.items()
+            for group in self._event_groups(events, pause, labels)
+        ]
+
+    def _event_groups(
+        self, events: Iterable[RawEvent], pause: Pause | None, labels: Labels
+    ) -> list[EventGroup]:
+        grouper = Grouper("addr", pause, trusted=self.trusted)
+        grouper.add(events)
+        found = [
+            EventGroup(frames, objects, size, address, labels)
+            for frames, objects, size, address in grouper.groups
+        ]
         if bare := grouper.bare:
             size = sum(event.get("size") or 0 for event in bare)
-            found.append(EventGroup((), len(bare), size, bare[0].get("addr")))
+            found.append(EventGroup((), len(bare), size, bare[0].get("addr"), labels))
         return found
 
     def _of_device(self, device: int) -> Sequence[RawSegment]:
@@ -341,6 +434,7 @@ def _wrap(raw: object, source: str, *, resolved: bool, trusted: bool) -> Snapsho
         raw.get("segments") or (),
         raw.get("device_traces") or (),
         annotations=raw.get("external_annotations") or (),
+        host_segments=raw.get("host_segments") or (),
         settings=raw.get("allocator_settings"),
         resolved=resolved,
         trusted=trusted,

@@ -172,7 +172,9 @@ class OtelMetrics:
         self._counters = counters
         self._pid = os.getpid()
         self._stopping = threading.Event()
+        self._wake = threading.Event()
         self._thread: threading.Thread | None = None
+        self._flusher: threading.Thread | None = None
         self._own: OwnProvider | None = None
 
     def start(self) -> None:
@@ -196,6 +198,7 @@ class OtelMetrics:
         thread, self._thread = self._thread, None
         if thread is not None and self._pid == os.getpid():
             self._stopping.set()
+            self._wake.set()
             thread.join(timeout_seconds)
             if thread.is_alive():
                 self._counters.add("exporter_errors", stage="push")
@@ -203,6 +206,31 @@ class OtelMetrics:
                     self._own.interrupt()
         self._feed.open = False
         _INSTRUMENTS.leave(self._feed)
+
+    def flush(self) -> None:
+        """Export soon, whatever the interval; returns at once.
+
+        Through the job's own provider too, on a thread of its own: it may take its time.
+        """
+        if not self._feed.speaks:
+            return
+        if not _job_has_provider():
+            self._wake.set()
+            return
+        force_flush = getattr(api.get_meter_provider(), "force_flush", None)
+        busy = self._flusher is not None and self._flusher.is_alive()
+        if force_flush is None or busy:
+            return
+        self._flusher = threading.Thread(
+            target=self._flush_job, args=(force_flush,), name="gpumem-otlp-flush", daemon=True
+        )
+        self._flusher.start()
+
+    def _flush_job(self, force_flush: Callable[..., object]) -> None:
+        try:
+            force_flush(timeout_millis=STOP_SECONDS * 1e3)
+        except Exception:
+            self._counters.add("exporter_errors", stage="push")
 
     def _run(self) -> None:
         try:
@@ -217,7 +245,9 @@ class OtelMetrics:
 
     def _tick(self) -> bool:
         """Wait an interval and export; False when it was the last time."""
-        last = self._stopping.wait(self._interval_seconds)
+        self._wake.wait(self._interval_seconds)
+        self._wake.clear()
+        last = self._stopping.is_set()
         if _job_has_provider():
             return False
         if self._own is None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from gpumem_otel.config import ProfileConfig
     from gpumem_otel.core.counters import Counters
     from gpumem_otel.core.model import HeapProfile, Identity, ProfileKind, SourceStatus
-    from gpumem_otel.core.ports import Clock, ProfileReader, ProfileSink
+    from gpumem_otel.core.ports import Clock, ProfileSink, PushReader
 
 __all__ = ["THREAD_NAME", "Pusher"]
 
@@ -48,7 +48,7 @@ class Pusher:
 
     def __init__(
         self,
-        reader: ProfileReader,
+        reader: PushReader,
         sink: ProfileSink | None,
         *,
         config: ProfileConfig,
@@ -85,7 +85,7 @@ class Pusher:
         self._stop_by = 0.0
         self._flushes: list[_Flush] = []
         self._seen: set[type[Exception]] = set()
-        self._rounds = Rounds(self._parts, self._stop)
+        self._rounds = Rounds(self._parts, self._wake)
         self._thread: threading.Thread | None = None
 
     @property
@@ -104,7 +104,7 @@ class Pusher:
             if self.running:
                 return
             self._stop.clear()
-            self._rounds = Rounds(self._parts, self._stop)
+            self._rounds = Rounds(self._parts, self._wake)
             self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
             try:
                 self._thread.start()
@@ -167,6 +167,8 @@ class Pusher:
         clock = self._parts.clock
         while not self._stop.is_set():
             self._wake.clear()
+            if self._stop.is_set():
+                break  # it came between the two lines above, and `wake` tells it no more
             seconds = self._turn()
             # Both are set before `wake` is: a request that came meanwhile ends this wait at once.
             if not self._stop.is_set() and not self._flushes:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from gpumem_otel.export.transport import Answer, Transport
 
 __all__ = [
+    "OOM_PROFILE_NAME",
     "PROFILE_NAME",
     "PyroscopeSink",
     "bearer_token",
@@ -42,6 +43,10 @@ __all__ = [
 PROFILE_NAME = "gpu_memory"
 """`__name__` of our series: `memory` would merge with host heap profiles of the same service, and
 older servers take what is called so for running totals."""
+
+OOM_PROFILE_NAME = "gpu_memory_oom"
+"""`__name__` of what was alive when an allocation failed, each with an `oom_id` of its own: added
+to the live profiles of the same minute it would be counted twice."""
 
 PUSH_PATH = "/push.v1.PusherService/Push"
 

@@ -2,7 +2,8 @@
 
 A round begins with a read-out at a wall-clock multiple of the interval, the same moment on all
 ranks, since each collective waits for the slowest rank. The profiles are encoded at once and sent
-at the rank's own phase. Per kind and device at most one profile waits: the newest wins.
+at the rank's own phase. Per kind and device at most one profile waits: the newest wins. Where
+events are wanted, a window is recorded between two read-outs, at a moment that all ranks share.
 
 The interval is the smallest multiple of the configured one that holds the stall ratio and the
 job's byte budget. The first read-out comes early, at the next multiple of at most 15 s, so that
@@ -15,20 +16,22 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
 
 from gpumem_otel.core.model import ProfileKind
-from gpumem_otel.errors import GpumemError, PushError
+from gpumem_otel.errors import BusyError, GpumemError, PushError
 from gpumem_otel.export.schedule import Backoff, next_multiple_ns, phase, stretch
+from gpumem_otel.export.windowplan import WindowPlan
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from gpumem_otel.config import ProfileConfig
     from gpumem_otel.core.counters import Counters
     from gpumem_otel.core.model import HeapProfile, Identity, SourceStatus
-    from gpumem_otel.core.ports import Clock, ProfileReader, ProfileSink
+    from gpumem_otel.core.ports import Clock, ProfileSink, PushReader
 
 __all__ = ["Parts", "Rounds"]
 
@@ -43,6 +46,12 @@ READ_MARGIN_SECONDS = 0.25
 """A push ends so long before the next read-out, or a tenth of a short interval before it."""
 MIN_PUSH_SECONDS = 0.05
 
+BESIDE_LIVE = (ProfileKind.GROWTH, ProfileKind.PINNED)
+"""Kinds that a live read-out gives too."""
+WINDOWED = (ProfileKind.PEAK, ProfileKind.ALLOCATED)
+"""Kinds that need a window of events."""
+
+_Made = TypeVar("_Made")
 _NS = 1_000_000_000
 _log = named_logger("gpumem_otel.push")
 
@@ -65,7 +74,7 @@ class Parts:
             `on_profiles`: somebody else takes what is read, for instance a recording.
     """
 
-    reader: ProfileReader
+    reader: PushReader
     sink: ProfileSink | None
     encode: Callable[[HeapProfile], bytes]
     config: ProfileConfig
@@ -95,7 +104,7 @@ class Rounds:
 
     Args:
         parts: what to read and where to send it.
-        stop: ends a recorded window early.
+        stop: ends a recorded window early: the end, or somebody who wants a flush.
     """
 
     def __init__(self, parts: Parts, stop: threading.Event) -> None:
@@ -106,10 +115,16 @@ class Rounds:
         self._being_made = 0
         self._over = False
         self._over_lock = threading.Lock()
+        kinds = parts.config.kinds
+        self._beside = [kind for kind in BESIDE_LIVE if kind.value in kinds]
+        self._windowed = [kind for kind in WINDOWED if kind.value in kinds]
+        self._windows = WindowPlan(parts.config.max_stall_ratio)
+        self._window_bytes = 0
         self._round_bytes = 0
         self._stalled_before = 0.0
         self._throttle = 1
         self._limited = False
+        self._place = 0.0
         self._backoff = Backoff(0.0)
         self._failures = 0
         self._next_read_ns = 0
@@ -136,18 +151,22 @@ class Rounds:
             self._send_ns = min(self._send_ns, now)
         if now >= self._next_read_ns:
             due, self._first = self._next_read_ns, False
-            self._read(windows=True)
+            self._read()
             self._plan(due)
+        if self._windows.due(self._parts.clock.time_ns()):
+            self._record()
         if self._waiting and self._parts.clock.time_ns() >= self._send_ns:
             self._send()
         now = self._parts.clock.time_ns()
         until = min(self._next_read_ns, self._send_ns) if self._waiting else self._next_read_ns
+        if self._windows.begin_ns is not None:
+            until = min(until, self._windows.begin_ns)
         return max(until - now, 0) / _NS
 
     def flush(self, deadline_seconds: float) -> bool:
         """Read what is alive and send all that waits, now; True where all of it was stored."""
         end = self._parts.clock.monotonic() + deadline_seconds
-        stored = self._read(windows=False)
+        stored = self._read()
         return self._send(end) and stored and not self._waiting
 
     def finish(self, deadline_seconds: float) -> None:
@@ -157,7 +176,7 @@ class Rounds:
         end = self._parts.clock.monotonic() + deadline_seconds
         parts = self._parts
         if parts.sink is not None or parts.on_profiles or parts.final_read:
-            self._read(windows=False)
+            self._read()
         self._send(end)
         self.abandon()
 
@@ -185,52 +204,85 @@ class Rounds:
 
     # Reading ------------------------------------------------------------------------------------
 
-    def _read(self, *, windows: bool) -> bool:
+    def _read(self) -> bool:
+        """Read what is alive, and what goes with it; whether all of it could be encoded."""
         parts = self._parts
-        try:
-            status = parts.status()
-            if not status.armed or not status.supported:
-                return False
-        except Exception as error:
-            self._failed("read", error)
+        count = self._readable()
+        if count is None:
             return False
         self._round_bytes = 0
         self._stalled_before = parts.counters.get("exporter_stall_seconds")
-        count = len(status.devices)
-        done = self._take(ProfileKind.LIVE, "read", parts.reader.live, count)
-        if windows and ProfileKind.ALLOCATED.value in parts.config.kinds:
-            seconds = min(parts.config.allocated_window_seconds, self._interval / 2)
-            done &= self._take(
-                ProfileKind.ALLOCATED,
-                "window",
-                lambda: parts.reader.allocated(seconds, self._stop),
-                count,
-            )
+        wanted = ProfileKind.LIVE.value in parts.config.kinds
+        if not wanted and not self._beside:
+            return True
+        live = self._take("read", parts.reader.live, count if wanted else 0)
+        if live is None:
+            return False
+        done = not wanted or self._pass_on({ProfileKind.LIVE: live})
+        for kind in self._beside:
+            made = self._take("read", partial(parts.reader.beside, kind, live), count)
+            done &= made is not None and self._pass_on({kind: made})
         return done
 
-    def _take(
-        self,
-        kind: ProfileKind,
-        stage: str,
-        read: Callable[[], tuple[HeapProfile, ...]],
-        count: int,
-    ) -> bool:
-        """Read profiles, one of each of `count` devices, and encode them."""
-        parts = self._parts
-        if kind is ProfileKind.LIVE and kind.value not in parts.config.kinds:
-            return True
-        self._being_made = count if parts.sink is not None else 0
+    def _record(self) -> None:
+        """Record a window of events and make of it what is wanted."""
+        parts, clock = self._parts, self._parts.clock
+        stalled_before = parts.counters.get("exporter_stall_seconds")
+        round_bytes, self._round_bytes = self._round_bytes, 0
+        limit_seconds = self._windows.limit_seconds(clock.time_ns())
+        count = self._readable()
+        made: Mapping[ProfileKind, tuple[HeapProfile, ...]] | None = None
+        if count is not None:
+            made = self._take(
+                "window",
+                lambda: parts.reader.windowed(self._windowed, limit_seconds, self._stop),
+                count * len(self._windowed),
+            )
+        if made is not None:
+            self._pass_on(made)
+        self._window_bytes, self._round_bytes = self._round_bytes, round_bytes
+        now = clock.time_ns()
+        if made:  # what waits is sent at the rank's own phase of the time that is left
+            self._send_ns = max(self._send_ns, now) + int(
+                self._place * SPREAD * max(self._next_read_ns - max(self._send_ns, now), 0)
+            )
+        stalled = parts.counters.get("exporter_stall_seconds") - stalled_before
+        self._windows.done(now, stalled)
+
+    def _readable(self) -> int | None:
+        """How many devices there are to read; None where that is not known."""
         try:
-            profiles = read()
+            status = self._parts.status()
+        except Exception as error:
+            self._failed("read", error)
+            return None
+        return len(status.devices) if status.armed and status.supported else None
+
+    def _take(self, stage: str, read: Callable[[], _Made], count: int) -> _Made | None:
+        """Read profiles, of which `count` are to be encoded; None where they can not be had."""
+        self._being_made = count if self._parts.sink is not None else 0
+        try:
+            made = read()
+        except BusyError as error:
+            self._being_made = 0
+            self._notices.waits(stage, str(error))
+            return None
         except Exception as error:
             self._being_made = 0
             self._failed(stage, error)
-            return False
+            return None
         self._notices.recovered(stage)
+        return made
+
+    def _pass_on(self, made: Mapping[ProfileKind, tuple[HeapProfile, ...]]) -> bool:
+        """Show what was read, and encode it; whether all of it could be encoded."""
+        parts = self._parts
         for callback in parts.on_profiles:
-            self._show(callback, kind, profiles)
+            for kind, profiles in made.items():
+                self._show(callback, kind, profiles)
         if parts.sink is None:
             return True
+        profiles = tuple(profile for of_kind in made.values() for profile in of_kind)
         self._being_made = len(profiles)
         return all([self._encode(profile) for profile in profiles])  # noqa: C419 - encode each
 
@@ -277,12 +329,15 @@ class Rounds:
         """Set the next read-out, and when this round's profiles are sent."""
         parts, config = self._parts, self._parts.config
         stall = budget = place = 0.0
+        run_id = ""
         try:
             stalled = parts.counters.get("exporter_stall_seconds") - self._stalled_before
             stall = max(parts.stall_seconds(), stalled) / config.max_stall_ratio
             identity = parts.identity()
-            budget = self._round_bytes * identity.world_size / config.job_push_bytes_per_second
+            made_bytes = self._round_bytes + self._window_bytes
+            budget = made_bytes * identity.world_size / config.job_push_bytes_per_second
             place = phase(identity.run_id, identity.rank)
+            run_id = identity.run_id
         except Exception as error:
             self._failed("push", error)
         self._throttle = (
@@ -297,8 +352,10 @@ class Rounds:
                 " %.0f s)", interval, stall, budget, limit,
             )  # fmt: skip
             self._interval = interval
-        self._backoff = Backoff(place)
+        self._place, self._backoff = place, Backoff(place)
         self._next_read_ns = next_multiple_ns(max(parts.clock.time_ns(), due_ns), interval)
+        if self._windowed:
+            self._windows.plan(run_id, due_ns, self._next_read_ns)
         self._send_ns = due_ns + int(place * SPREAD * (self._next_read_ns - due_ns))
 
     # Sending ------------------------------------------------------------------------------------
@@ -405,6 +462,12 @@ class _Notices:
             self._told.add(stage)
             times = f" {count} times" if count > 1 else ""
             _log.warning("%s failed%s: %s (more like it are only counted)", stage, times, text)
+
+    def waits(self, stage: str, text: str) -> None:
+        """Something stands in the way that is no failure; said once."""
+        if (stage, text) not in self._counts:
+            self._counts[stage, text] = 0
+            _log.info("%s", text)
 
     def recovered(self, stage: str) -> None:
         if stage in self._told:

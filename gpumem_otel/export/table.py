@@ -11,8 +11,8 @@ Series per rank and device, at most, every feature on:
 | level | limit | now | kept for rows that come later |
 | --- | --- | --- | --- |
 | minimal | 12 | 11 | 1: the yield state, when control is on |
-| standard | 25 | 17 | 8: tensor classes (the smallest fold into `other` where more appear) |
-| full | 80 | 58 | 12 tensor classes, 3 more causes of `outside`, 7 of yield and restore |
+| standard | 25 | 25 | none: the yield state will take the place of a row |
+| full | 80 | 73 | 7 of yield and restore |
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Metric:
         level: the lowest level that exports it.
         attributes: names besides `rank` and `device`, in OpenTelemetry's form.
         detail: the lowest level that tells `attributes` apart; below it they are summed.
+        kept: below `detail`, values of the one attribute that are told all the same; the rest is
+            summed in `other`.
     """
 
     name: str
@@ -98,6 +100,7 @@ class Metric:
     values: v.Values
     attributes: tuple[str, ...] = ()
     detail: Level = Level.MINIMAL
+    kept: tuple[str, ...] = ()
 
 
 _GAUGE, _SUM, _COUNTER = Kind
@@ -131,7 +134,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("gpumem.reserved.peak", "gpumem_reserved_peak_bytes", _GAUGE, "By", _FULL,
            "Highest reserved since the start, or since the job reset it.",
            v.from_stats(lambda s: s.reserved_peak_bytes)),
-    # gpumem_class_bytes{tensor_class}: its place, at standard
+    Metric("gpumem.class", "gpumem_class_bytes", _GAUGE, "By", _STANDARD,
+           "Allocated by kind of tensor at the last read-out; the classes add up to what was "
+           "allocated then. A class appears once it holds something; below level full the rare "
+           "ones are in `other`.",
+           v.class_bytes, ("tensor_class",), _FULL, v.COMMON_CLASSES),
     Metric("gpumem.cached", "gpumem_cached_bytes", _GAUGE, "By", _STANDARD,
            "Reserved but not allocated, by cause; the causes add up to reserved - allocated. "
            "Split remainders and private pools are those of the last read-out.",
@@ -142,8 +149,8 @@ METRICS: tuple[Metric, ...] = (
            v.pool_reserved, ("pool",)),
     Metric("gpumem.outside", "gpumem_outside_bytes", _GAUGE, "By", _STANDARD,
            "Used on the device but not reserved by this allocator: contexts, libraries, other "
-           "processes.",
-           v.outside, ("cause",)),
+           "processes; at level full by cause, where NVML tells.",
+           v.outside, ("cause",), _FULL),
     Metric("gpumem.fragmentation.ratio", "gpumem_fragmentation_ratio", _GAUGE, "1", _FULL,
            "Split remainders (free pieces beside live ones) over reserved, 0 to 1.",
            v.fragmentation_ratio),
@@ -243,12 +250,17 @@ def values_of(metric: Metric, observation: Observation, level: Level) -> Iterato
     if level.holds(metric.detail):
         yield from metric.values(observation)
         return
-    sums: dict[tuple[str, str], float] = {}
+    sums: dict[tuple[str, str, str], float] = {}
     for attributes, value in metric.values(observation):
-        key = attributes["rank"], attributes["device"]
+        told = ""
+        if metric.kept:
+            told = attributes[metric.attributes[0]]
+            told = told if told in metric.kept else v.OTHER
+        key = attributes["rank"], attributes["device"], told
         sums[key] = sums.get(key, 0) + value
-    for (rank, device), value in sums.items():
-        yield {"rank": rank, "device": device}, value
+    for (rank, device, told), value in sums.items():
+        own = {metric.attributes[0]: told} if told else {}
+        yield {"rank": rank, "device": device, **own}, value
 
 
 def rows(observation: Observation, level: Level) -> Iterator[tuple[Metric, v.Attributes, float]]:

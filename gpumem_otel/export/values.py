@@ -15,11 +15,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
+from gpumem_otel.core.classify import TensorClass
+
 if TYPE_CHECKING:
     from gpumem_otel.core.model import DeviceBooks, DeviceStats, Observation
 
 __all__ = [
     "CACHED_CAUSES",
+    "COMMON_CLASSES",
     "DEFAULT_POOL",
     "OTHER",
     "PRIVATE_POOLS_SHOWN",
@@ -27,6 +30,7 @@ __all__ = [
     "Row",
     "Values",
     "cached",
+    "class_bytes",
     "counter",
     "counter_by",
     "device_memory",
@@ -53,6 +57,19 @@ OTHER = "other"
 """Attribute value that takes in everything beyond a fixed list: series stay bounded."""
 
 CACHED_CAUSES = ("waiting_for_stream", "split_remainders", "private_pools", "free_segments")
+COMMON_CLASSES = tuple(
+    found.value
+    for found in (
+        TensorClass.PARAMETER,
+        TensorClass.GRADIENT,
+        TensorClass.OPTIMIZER_STATE,
+        TensorClass.ACTIVATION,
+        TensorClass.KV_CACHE,
+        TensorClass.COMMUNICATION,
+        TensorClass.UNATTRIBUTED,
+    )
+)
+"""Told apart at level standard: a fixed list, so that no series comes and goes with its size."""
 DEFAULT_POOL = (0, 0)
 PRIVATE_POOLS_SHOWN = 2
 """With the default pool that makes three by name; the rest is `other`."""
@@ -157,6 +174,16 @@ def cached(observation: Observation) -> Iterator[Row]:
             yield {**_at(observation, stats.device), "cause": cause}, value
 
 
+def class_bytes(observation: Observation) -> Iterator[Row]:
+    """Allocated by tensor class, as of the last read-out; `unattributed` always has a row."""
+    for stats in _allocators(observation):
+        classes = observation.classes.get(stats.device)
+        if classes is None:
+            continue
+        for tensor_class, size in {TensorClass.UNATTRIBUTED.value: 0, **classes}.items():
+            yield {**_at(observation, stats.device), "tensor_class": tensor_class}, size
+
+
 def fragmentation_ratio(observation: Observation) -> Iterator[Row]:
     """Split remainders over reserved; 0 where nothing is reserved."""
     for stats in _allocators(observation):
@@ -184,14 +211,23 @@ def pool_reserved(observation: Observation) -> Iterator[Row]:
 
 
 def outside(observation: Observation) -> Iterator[Row]:
-    """Used on the device but not reserved by this process's allocator.
+    """Used on the device but not reserved by this process's allocator, by cause.
 
-    The two numbers are read one after the other; a difference below zero is shown as 0.
+    `context` is this process's context with its libraries (cuBLAS, NCCL), `other_process` what the
+    others use; both only where the driver's count by process is known, else all is `unknown`. The
+    numbers are read one after the other; a difference below zero is shown as 0.
     """
     for stats in _allocators(observation):
-        if stats.device_used_bytes is not None:
-            value = max(stats.device_used_bytes - stats.reserved_bytes, 0)
-            yield {**_at(observation, stats.device), "cause": "unknown"}, value
+        if stats.device_used_bytes is None:
+            continue
+        left = max(stats.device_used_bytes - stats.reserved_bytes, 0)
+        causes = {}
+        if stats.process_used_bytes is not None:
+            own = min(max(stats.process_used_bytes - stats.reserved_bytes, 0), left)
+            causes = {"context": own, "other_process": left - own}
+            left = 0
+        for cause, value in {**causes, "unknown": left}.items():
+            yield {**_at(observation, stats.device), "cause": cause}, value
 
 
 def host_pinned(observation: Observation) -> Iterator[Row]:

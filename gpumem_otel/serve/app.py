@@ -2,7 +2,9 @@
 
     GET /                       links, for people
     GET /metrics                Prometheus exposition
-    GET /debug/pprof/gpumem     gzipped pprof; ?device=N ?kind=live|allocated ?seconds=N
+    GET /metrics/lines          the same of profiled lines of code, bounded
+    GET /debug/pprof/gpumem     gzipped pprof; ?device=N ?seconds=N
+                                ?kind=live|allocated|peak|pinned|growth
     GET /healthz                JSON about the exporter
 
 HEAD works on each. Whatever may block runs on a daemon thread of ours, never in the pool that
@@ -49,9 +51,12 @@ _PAGE: Final = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8"><title>gpumem-otel {name}</title></head>
 <body><h1>GPU memory of {name}</h1><ul>
 <li><a href="metrics">/metrics</a>: Prometheus exposition</li>
+<li><a href="metrics/lines">/metrics/lines</a>: the same of lines under
+<code>@gpumem_otel.profile</code></li>
 <li><a href="debug/pprof/gpumem">/debug/pprof/gpumem</a>: what is alive now, gzipped pprof</li>
 <li><a href="debug/pprof/gpumem?seconds=5">/debug/pprof/gpumem?seconds=5</a>: allocations of the
-next five seconds; <code>device=N</code> for one device</li>
+next five seconds; <code>kind=peak</code> for their highest moment, <code>device=N</code> for one
+device</li>
 <li><a href="healthz">/healthz</a>: state of the exporter, no liveness probe</li>
 </ul></body></html>
 """
@@ -69,6 +74,7 @@ def build_app(deps: AppDeps, workers: Workers | None = None) -> ASGIApp:
         routes=[
             Route("/", api.index),
             Route("/metrics", api.metrics),
+            Route("/metrics/lines", api.lines),
             Route("/debug/pprof/gpumem", api.profile),
             Route("/healthz", api.healthz),
         ],
@@ -103,16 +109,19 @@ class _Api:
             )
         except GpumemError as exc:
             return _line(503, str(exc))  # a scraper takes no answer for old values
-        headers = {"content-type": kind, "vary": "Accept, Accept-Encoding"}
-        if is_zipped:
-            headers["content-encoding"] = "gzip"
-        return Response(body, headers=headers)
+        return _scraped(kind, body, is_zipped)
 
     def _exposition(self, accept: str, zipped: bool) -> tuple[str, bytes, bool]:
         kind, body = self._deps.metrics(accept)
-        if not zipped or len(body) < _GZIP_FROM_BYTES:
-            return kind, body, False
-        return kind, gzip.compress(body, _GZIP_LEVEL, mtime=0), True
+        return kind, *_zipped(body, zipped)
+
+    async def lines(self, request: Request) -> Response:
+        """Lines that the line profiler follows; a target of its own, since rows come and go."""
+        zipped = accepts_gzip(request.headers.get("accept-encoding", ""))
+        body, is_zipped = await self._workers.start(
+            lambda: _zipped(self._deps.lines().encode("utf-8", "backslashreplace"), zipped)
+        )
+        return _scraped("text/plain; version=0.0.4; charset=utf-8", body, is_zipped)
 
     async def healthz(self, _request: Request) -> Response:
         """State of the exporter: 200 where nothing is wrong, else 503 and the reasons.
@@ -192,8 +201,22 @@ async def _http_error(_request: Request, exc: Exception) -> Response:
     status = exc.status_code if isinstance(exc, HTTPException) else 500
     if status == 405:  # noqa: PLR2004  RFC 9110, 15.5.6
         return _line(405, "GET and HEAD only", allow="GET, HEAD")
-    known = "/metrics, /debug/pprof/gpumem, /healthz"
+    known = "/metrics, /metrics/lines, /debug/pprof/gpumem, /healthz"
     return _line(status, f"nothing is served here, only {known}")
+
+
+def _zipped(body: bytes, zipped: bool) -> tuple[bytes, bool]:
+    """A body for a client that takes gzip, or not, and whether it was worth it."""
+    if not zipped or len(body) < _GZIP_FROM_BYTES:
+        return body, False
+    return gzip.compress(body, _GZIP_LEVEL, mtime=0), True
+
+
+def _scraped(kind: str, body: bytes, is_zipped: bool) -> Response:
+    headers = {"content-type": kind, "vary": "Accept, Accept-Encoding"}
+    if is_zipped:
+        headers["content-encoding"] = "gzip"
+    return Response(body, headers=headers)
 
 
 def _line(status: int, text: str, *, retry_after: int | None = None, allow: str = "") -> Response:

@@ -43,9 +43,11 @@ class AppDeps:
             stops). May raise CaptureError (answered 503), ValueError or ConfigError (400).
         health: state of the exporter.
         service_name: shown on the page with links and in file names.
+        lines: Prometheus text of profiled lines, "" where there are none.
     """
 
     metrics: Callable[[str], tuple[str, bytes]]
     profile: ProfileCall
     health: Callable[[], Health]
     service_name: str = ""
+    lines: Callable[[], str] = str

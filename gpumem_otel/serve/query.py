@@ -18,7 +18,8 @@ MAX_SECONDS: Final = 300.0
 
 _MAX_DEVICE: Final = 1023
 
-_SERVED: Final = (ProfileKind.LIVE, ProfileKind.ALLOCATED)
+_SERVED: Final = tuple(ProfileKind)
+_OF_A_MOMENT: Final = frozenset({ProfileKind.LIVE, ProfileKind.PINNED, ProfileKind.GROWTH})
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,11 @@ def profile_query(items: Iterable[tuple[str, str]]) -> ProfileQuery:
     seconds = _seconds(found["seconds"]) if "seconds" in found else None
     fallback = ProfileKind.LIVE if seconds is None else ProfileKind.ALLOCATED
     kind = _kind(found["kind"]) if "kind" in found else fallback
-    if kind is ProfileKind.LIVE and seconds is not None:
-        raise ValueError("seconds goes with kind=allocated: a live profile is of one moment")
+    if kind in _OF_A_MOMENT and seconds is not None:
+        raise ValueError(
+            "seconds goes with kind=allocated and kind=peak: "
+            f"a profile of kind {kind.value} is of one moment"
+        )
     device = _device(found["device"]) if "device" in found else None
     return ProfileQuery(kind, device, seconds)
 
@@ -62,7 +66,7 @@ def _kind(text: str) -> ProfileKind:
     for kind in _SERVED:
         if text == kind.value:
             return kind
-    raise ValueError(f"kind must be {' or '.join(kind.value for kind in _SERVED)}")
+    raise ValueError(f"kind must be one of {', '.join(kind.value for kind in _SERVED)}")
 
 
 def _device(text: str) -> int:

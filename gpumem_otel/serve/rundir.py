@@ -18,11 +18,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from gpumem_otel import folders
 from gpumem_otel._version import __version__
 from gpumem_otel.errors import ServeError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable
 
     from gpumem_otel.core.model import Identity
 
@@ -132,16 +133,10 @@ def register(run_dir: str, entry: RunEntry) -> RunFile:
     """
     name = entry.file_name
     data = json.dumps(asdict(entry), sort_keys=True).encode() + b"\n"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
-        with contextlib.suppress(FileExistsError):
-            Path(run_dir).mkdir(mode=0o700, parents=True)
-        with _opened(run_dir) as folder:
+        with _opened(run_dir, make=True) as folder:
             _drop_dead(folder)
-            temporary = f".{name}"
-            with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as file:
-                file.write(data)
-            os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            folders.write_whole(folder, name, data)
     except OSError as exc:
         raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
     return RunFile(run_dir, name)
@@ -208,23 +203,9 @@ def as_file_sd(entries: Iterable[RunEntry]) -> str:
     return json.dumps(groups, indent=2, sort_keys=True) + "\n"
 
 
-@contextlib.contextmanager
-def _opened(run_dir: str) -> Iterator[int]:
+def _opened(run_dir: str, *, make: bool = False) -> contextlib.AbstractContextManager[int]:
     """A descriptor of the directory, after a look at what was really opened."""
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    if not os.path.islink(run_dir):  # noqa: PTH114  the open below holds against a race
-        folder = os.open(run_dir, flags)
-    else:
-        raise ServeError(f"run directory {run_dir} is a symlink: give its target")
-    try:
-        status = os.fstat(folder)
-        if status.st_uid != os.geteuid():
-            raise ServeError(f"run directory {run_dir} belongs to another user: give your own")
-        if stat.S_IMODE(status.st_mode) & 0o022:
-            raise ServeError(f"run directory {run_dir} is writable by others: chmod 700 it")
-        yield folder
-    finally:
-        os.close(folder)
+    return folders.opened(run_dir, "run directory", ServeError, make=make)
 
 
 def _drop_dead(folder: int) -> list[str]:

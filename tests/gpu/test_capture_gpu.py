@@ -41,7 +41,7 @@ counters, pacer = Counters(), Pacer()
 source = TorchSource(counters=counters,
                      environ=dict(os.environ), max_window_events=100_000)
 reader = Reader(source, namer=QualifiedNamer(pacer.pause), clock=Clock(), counters=counters,
-                config=ProfileConfig(), pacer=pacer, share_seconds=0)
+                config=ProfileConfig(class_as="off"), pacer=pacer, share_seconds=0)
 arming = Arming(source.start, on_import=source.prepare)
 
 class Background:

@@ -131,7 +131,8 @@ def pins(name: str) -> dict[str, str]:
 
 
 def test_the_oldest_that_is_tested_is_the_lower_bound():
-    tools = {"torch", "mypy", "playwright", "ruff", "types-protobuf"}  # not for `make test-oldest`
+    # not for `make test-oldest`
+    tools = {"torch", "mypy", "playwright", "pytest-xdist", "ruff", "types-protobuf"}
     promised = {name: bound for name, bound in lower_bounds().items() if name not in tools}
     oldest = pins("constraints-oldest.txt")
     assert set(promised) <= set(oldest)

@@ -42,7 +42,11 @@ class Allocator:
         self.calls: list[tuple[Any, ...]] = []
         self.blocks: dict[int, dict[str, Any]] = {}
         self.trace: list[dict[str, Any]] = []
+        self.ooms = 2
         self.allocations = self.frees = self.allocation_bytes = self.requested_ever = 0
+        self.peak_held = self.peak_asked = 0
+        self.metadata = ""
+        self.time_us = lambda: 1
         self.next_address = 0x1000
 
     def record(self, enabled, max_entries, clear, skip):
@@ -55,7 +59,7 @@ class Allocator:
     def event(self, action, **more):
         if self.mode is None or action in self.skip:
             return
-        self.trace.append({"action": action, **more})
+        self.trace.append({"action": action, "time_us": self.time_us(), **more})
         del self.trace[: -self.max_entries]
 
     def alloc(self, size, frames=(FRAME,)):
@@ -69,26 +73,35 @@ class Allocator:
             "address": address, "size": rounded, "requested_size": size,
             "state": "active_allocated", "frames": kept,
         }  # fmt: skip
-        self.event("alloc", addr=address, size=size, stream=0, frames=kept, time_us=1)
+        self.peak_held = max(self.peak_held, self.held())
+        self.peak_asked = max(self.peak_asked, self.held("requested_size"))
+        self.event(
+            "alloc", addr=address, size=size, stream=0, frames=kept, user_metadata=self.metadata
+        )
         return address
 
     def free(self, address):
-        del self.blocks[address]
+        """Its events carry the stack of the allocation, as torch's do unless `context` is all."""
+        gone = self.blocks.pop(address)
         self.frees += 1
-        self.event("free_requested", addr=address, size=0, stream=0)
-        self.event("free_completed", addr=address, size=0, stream=0)
+        for action in ("free_requested", "free_completed"):
+            self.event(
+                action, addr=address, size=gone["requested_size"], stream=0, frames=gone["frames"]
+            )
+
+    def held(self, what="size"):
+        return sum(block[what] for block in self.blocks.values())
 
     def stats(self):
-        held = sum(block["size"] for block in self.blocks.values())
-        asked = sum(block["requested_size"] for block in self.blocks.values())
+        held, asked = self.held(), self.held("requested_size")
         return {
-            "allocated_bytes": _stat(held, held, self.allocation_bytes, 0),
-            "requested_bytes": _stat(asked, asked, self.requested_ever, 0),
+            "allocated_bytes": _stat(held, self.peak_held, self.allocation_bytes, 0),
+            "requested_bytes": _stat(asked, self.peak_asked, self.requested_ever, 0),
             "active_bytes": _stat(held),
             "reserved_bytes": _stat(held, held + 512),
             "allocation": _stat(len(self.blocks), 0, self.allocations, self.frees),
             "segment": _stat(len(self.blocks), 0, self.allocations),
-            "num_ooms": 2,
+            "num_ooms": self.ooms,
             "num_alloc_retries": 1,
         }
 
@@ -114,6 +127,8 @@ def make(version: str, *, devices: int = 1, documented: bool = True) -> types.Mo
     torch.contexts = set(range(devices))
     torch.backend = "native"
     torch.snapshots = []
+    torch.annotations = []
+    torch.host_segments = []
     c: Any = types.ModuleType("torch._C")
     torch._C = c
     arity = ARITY[version]
@@ -142,6 +157,7 @@ def make(version: str, *, devices: int = 1, documented: bool = True) -> types.Mo
     c._cuda_hasPrimaryContext = lambda device: device in torch.contexts
     c._cuda_memoryStats = lambda device: torch.allocators[device].stats()
 
+    _with_ooms(torch)
     torch.on_snapshot = []
     c._cuda_memorySnapshot = _snapshot(torch, minor)
     cuda: Any = types.ModuleType("torch.cuda")
@@ -150,6 +166,28 @@ def make(version: str, *, devices: int = 1, documented: bool = True) -> types.Mo
     cuda.mem_get_info = lambda device: (60 << 30, 80 << 30)
     cuda.memory = types.SimpleNamespace(_record_memory_history=_python_level(c, arity))
     return torch
+
+
+def _with_ooms(torch):
+    """Observers of failed allocations, and `torch.fail(size)`, an allocation that fails."""
+    torch.observers = []
+    torch.OutOfMemoryError = type("OutOfMemoryError", (RuntimeError,), {"__module__": "torch"})
+
+    def attach(observer):
+        if not torch.contexts:
+            raise SystemError("attached before CUDA is up: torch would crash here")
+        torch.observers.append(observer)
+
+    def fail(size, device=0, *, free=1 << 20, limit=80 << 30):
+        """What an allocation does that finds no room: count, tell the observers, raise."""
+        torch.allocators[device].ooms += 1
+        torch.allocators[device].event("oom", size=size, stream=0, device_free=free, frames=[])
+        for observer in torch.observers:
+            observer(device, size, limit, free)
+        raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} bytes.")
+
+    torch._C._cuda_attach_out_of_memory_observer = attach
+    torch.fail = fail
 
 
 def _rest(arity, *, clear_history=False):
@@ -182,7 +220,11 @@ def _snapshot(torch, minor):
         found = {
             "segments": [s for d, a in enumerate(torch.allocators) for s in a.segments(d)],
             "device_traces": [list(a.trace) if traces else [] for a in torch.allocators],
+            "external_annotations": list(torch.annotations),
         }
+        if minor >= 14:
+            found["host_segments"] = [dict(segment) for segment in torch.host_segments]
+            found["host_traces"] = []
         for hook in list(torch.on_snapshot):
             hook()
         return found

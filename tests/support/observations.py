@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from gpumem_otel.core.classify import TensorClass
 from gpumem_otel.core.counters import Counters
 from gpumem_otel.core.model import (
     DeviceBooks,
@@ -50,6 +51,7 @@ def stats(device: int = 0, **changes) -> DeviceStats:
         limit_bytes=140_000_000_000,
         device_total_bytes=150_000_000_000,
         device_used_bytes=9_000_000_000,
+        process_used_bytes=8_600_000_000,
         host_pinned_bytes=65_536,
     )
     return replace(values, **changes)
@@ -109,9 +111,16 @@ def counters() -> Counters:
     made.add("exporter_history_overflow", 1)
     made.add("readouts_raced", 2)
     made.add("readouts_breached", 1)
-    for kind in ("live", "allocated", "peak", "pinned"):
+    for kind in ("live", "allocated", "peak", "growth", "pinned"):
         made.set("last_push_timestamp_seconds", 1_790_000_000.5, kind=kind)
     return made
+
+
+def classes(device: int = 0) -> dict[str, int]:
+    """Every class, which add up to what the books say is allocated."""
+    sizes = {found.value: 1_000 * place for place, found in enumerate(TensorClass, 1)}
+    rest = books(device).allocated_bytes - sum(sizes.values())
+    return {**sizes, TensorClass.PARAMETER.value: sizes["parameter"] + rest}
 
 
 def full(on: tuple[int, ...] = (0,), **changes) -> Observation:
@@ -122,6 +131,7 @@ def full(on: tuple[int, ...] = (0,), **changes) -> Observation:
         time_ns=1_790_000_000_000_000_000,
         devices=tuple(stats(device) for device in on),
         books={device: books(device) for device in on},
+        classes={device: classes(device) for device in on},
         steps=StepStats(
             steps=99,
             last_step_time_ns=1_790_000_000_250_000_000,

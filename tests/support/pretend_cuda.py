@@ -18,6 +18,7 @@ _FROM_FAKE = (
     "_cuda_hasPrimaryContext",
     "_cuda_memoryStats",
     "_cuda_memorySnapshot",
+    "_cuda_attach_out_of_memory_observer",
 )
 
 

@@ -62,16 +62,25 @@ class FakeReader:
         self.readings: list[tuple[str, float]] = []
         self.error: Exception | None = None
         self.windows: list[float] = []
+        self.window_seconds = 1.0
+        self.window_error: Exception | None = None
 
     def live(self) -> tuple[HeapProfile, ...]:
         self.readings.append(("live", self.clock.since_noon))
         return self._made(ProfileKind.LIVE)
 
-    def allocated(self, seconds: float, stop: threading.Event) -> tuple[HeapProfile, ...]:
-        self.readings.append(("allocated", self.clock.since_noon))
-        self.windows.append(seconds)
-        self.clock.wait(stop, seconds)
-        return self._made(ProfileKind.ALLOCATED)
+    def beside(self, kind: ProfileKind, live: tuple[HeapProfile, ...]) -> tuple[HeapProfile, ...]:
+        self.readings.append((kind.value, self.clock.since_noon))
+        assert live == self._made(ProfileKind.LIVE)
+        return self._made(kind)
+
+    def windowed(self, kinds, limit_seconds: float, stop: threading.Event):
+        self.readings += [(kind.value, self.clock.since_noon) for kind in kinds]
+        self.windows.append(limit_seconds)
+        self.clock.wait(stop, min(self.window_seconds, limit_seconds))
+        if self.window_error:
+            raise self.window_error
+        return {kind: self._made(kind) for kind in kinds}
 
     def _made(self, kind: ProfileKind) -> tuple[HeapProfile, ...]:
         if self.error:
@@ -109,7 +118,7 @@ def parts(clock: FakeClock, reader: FakeReader, sink: FakeSink | None, **more) -
         "reader": reader,
         "sink": sink,
         "encode": encode,
-        "config": ProfileConfig(),
+        "config": ProfileConfig(kinds=("live",)),
         "counters": Counters(),
         "clock": clock,
         "identity": lambda: identity,

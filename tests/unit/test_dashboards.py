@@ -42,7 +42,7 @@ OF_PROMETHEUS = {"up", "scrape_duration_seconds", "scrape_samples_scraped"}
 """What Prometheus itself says about a target."""
 
 WORDS = {
-    *("and", "or", "on", "ignoring", "by", "end", "bool"),
+    *("and", "or", "on", "ignoring", "by", "end", "bool", "group_left", "label_replace"),
     *("sum", "count", "max", "min", "avg", "topk", "bottomk", "round", "scalar", "vector"),
     *("rate", "increase", "deriv", "max_over_time", "min_over_time", "time"),
 }
@@ -85,14 +85,14 @@ def selectors(expression: str) -> list[tuple[str, list[tuple[str, str, str]]]]:
 
 
 def words(expression: str) -> set[str]:
-    """Names outside of selectors and ranges: functions, keywords and labels to group by."""
-    rest = SELECTOR.sub("", expression)
+    """Names outside of selectors, ranges and texts: functions, keywords and labels to group by."""
+    rest = re.sub(r'"[^"]*"', "", SELECTOR.sub("", expression))
     return set(re.findall(r"[a-zA-Z_]\w*", re.sub(r"\[[^\]]*\]|\d+", "", rest)))
 
 
 def grouped(expression: str) -> set[str]:
     lists = re.findall(r"\b(?:by|on|ignoring|without)\s*\(([^)]*)\)", expression)
-    return {label.strip() for inside in lists for label in inside.split(",")}
+    return {label.strip() for inside in lists for label in inside.split(",")} - {""}
 
 
 def test_json_and_docs_are_what_the_generator_writes():

@@ -20,7 +20,15 @@ VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 META = yaml.safe_load((CHART / "Chart.yaml").read_text())
 CI = sorted((CHART / "ci").glob("*-values.yaml"))
 TEMPLATES = sorted((CHART / "templates").iterdir())
-FEATURES = ("podMonitor", "prometheusRule", "dashboards", "inject", "token", "networkPolicy")
+FEATURES = (
+    "podMonitor",
+    "prometheusRule",
+    "dashboards",
+    "inject",
+    "token",
+    "networkPolicy",
+    "alloy",
+)
 VARIABLES = {name for option in OPTIONS for name in option.environ}
 OF_THE_POD = {"POD_NAME", "POD_NAMESPACE", "NODE_NAME", "POD_IP"}
 OF_PYTHON = {"PYTHONPATH"}
@@ -130,6 +138,7 @@ def test_rules_and_dashboards_have_one_source():
     dashboards = (ROOT / "grafana" / "dashboards").glob("*.json")
     wanted = {f"dashboards/{path.name}": path for path in dashboards}
     wanted["rules.yaml"] = alert_rules.RULES
+    wanted["push.alloy"] = ROOT / "deploy" / "alloy" / "push.alloy"
     files = CHART / "files"
 
     found = {str(path.relative_to(files)): path for path in files.rglob("*") if not path.is_dir()}

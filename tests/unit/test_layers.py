@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).parents[2] / "gpumem_otel"
 MAY_IMPORT = {
     "errors": set(),
     "logs": set(),
+    "folders": {"errors"},
     "_version": set(),
     "core": {"errors"},
     "config": {"errors"},
@@ -21,16 +22,27 @@ MAY_IMPORT = {
     "parsers": {"config", "core"},
     "ranks": {"core", "errors"},
     "capture": {"core", "config", "errors", "logs"},
-    "export": {"core", "config", "errors", "logs", "_version"},
-    "serve": {"core", "config", "errors", "logs", "_version"},
+    "export": {"core", "config", "errors", "folders", "logs", "_version"},
+    "serve": {"core", "config", "errors", "folders", "logs", "_version"},
     "answers": {"capture", "config", "core", "errors", "ranks", "serve"},
+    "ooms": {"answers", "capture", "config", "core", "errors", "export", "logs", "serve"},
     "agent": {
-        "answers", "capture", "config", "core", "errors", "export", "logs", "ranks", "serve",
+        "answers", "capture", "config", "core", "errors", "export", "logs", "ooms", "ranks",
+        "serve",
     },
     "lifecycle": {"agent", "config", "errors", "logs", "options"},
     "page": {"core", "errors", "_version"},
     "offline": {"core", "errors", "page"},
-    "__init__": {"lifecycle", "core", "errors", "offline", "_version"},
+    "inspection": {"capture", "config", "core", "errors", "lifecycle"},
+    "regions": {"capture", "core", "errors", "lifecycle"},
+    "linereport": {"core", "errors"},
+    "profiling": {"capture", "core", "errors", "linereport"},
+    "notebook": {"magics"},
+    "magics": {"capture", "core", "errors", "lifecycle", "linereport", "offline", "profiling"},
+    "__init__": {
+        "inspection", "lifecycle", "core", "errors", "notebook", "offline", "profiling", "regions",
+        "_version",
+    },
     "instrumentor": {"lifecycle", "errors", "logs", "_version"},
     "cli": {
         "agent", "capture", "config", "core", "errors", "export", "instrumentor", "lifecycle",
@@ -49,7 +61,7 @@ HOMES = {
     "uvicorn": ("serve/",),
     "click": ("cli/",),
     "rich": ("cli/",),
-    "pandas": ("offline.py",),
+    "pandas": ("inspection.py", "linereport.py", "offline.py"),
 }
 """Library -> the only files that may import it."""
 

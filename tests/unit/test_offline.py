@@ -193,6 +193,14 @@ def test_events_as_a_table(snapshot):
     assert allocs["size_bytes"].sum() == snapshot.profile("allocated").total_bytes
 
 
+def test_addresses_stay_whole_where_some_are_unknown():
+    raw = raw_form.snapshot([], [[raw_form.alloc(2**62 + 1, 8), {"action": "oom", "size": 9}]])
+    loaded = gpumem_otel.load_snapshot(io.BytesIO(pickle.dumps(raw, 4)))
+    addresses = loaded.to_pandas("events")["address"]
+    assert addresses[0] == 2**62 + 1  # a float would have lost the 1
+    assert addresses.isna().tolist() == [False, True]
+
+
 def test_one_device_of_two():
     loaded = gpumem_otel.load_snapshot(TWO_DEVICES)
     assert set(loaded.to_pandas("events", 1)["device"]) == {1}
@@ -305,5 +313,5 @@ def test_types_for_users():
 
 
 def test_kinds_and_tables_are_the_ones_that_are_told():
-    assert list(offline.get_args(offline.Kind)) == KINDS
+    assert list(offline.get_args(offline.Kind)) == [*KINDS, "pinned"]
     assert list(offline.get_args(offline.Table)) == ["blocks", "segments", "events"]

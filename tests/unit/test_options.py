@@ -56,7 +56,7 @@ def test_an_unusable_variable_is_a_warning_and_the_default():
         ({"interval_seconds": True}, "option 'interval_seconds' must be a number"),
         ({"port": "http"}, "option 'port' must be a whole number"),
         ({"metrics_level": "all"}, "option 'metrics_level' must be one of minimal, standard, full"),
-        ({"profiles": ["live", "dead"]}, "option 'profiles' 'dead' is none of live, allocated"),
+        ({"profiles": ["live", "dead"]}, "option 'profiles' 'dead' is none of live, peak, "),
         ({"pyroscope_url": "localhost:4040"}, "option 'pyroscope_url' must be an http:// or"),
         ({"pyroscope_url": "http://me:pw@host"}, "option 'pyroscope_url' must not hold a user"),
         ({"enabled": "yes"}, "option 'enabled' must be true or false"),

@@ -86,9 +86,10 @@ def test_a_quiet_job_gives_an_exact_profile(torch, make, counters):
         tuple((f.name, f.line) for f in s.frames): (s.objects, s.size_bytes)
         for s in profile.samples
     } == {
-        (("model.py:forward", 7), ("model.py:main", 2)): (2, 4096),
-        (("model.py:step", 9),): (1, 512),
+        (("model.py:forward", 7), ("model.py:main", 2), ("unattributed", 0)): (2, 4096),
+        (("model.py:step", 9), ("unattributed", 0)): (1, 512),
     }
+    assert reader.classes() == {0: {"unattributed": 4608}}
     assert profile.comments == (EQUAL,)
     assert reader.books()[0].allocated_bytes == profile.total_bytes == 4608
     assert counters.get("readouts_raced") == counters.get("readouts_breached") == 0
@@ -273,7 +274,7 @@ def test_the_wait_of_a_window_is_in_neither_stall_nor_seconds(torch, make, clock
     reader.allocated(0.25, threading.Event())
     assert counters.get("exporter_seconds", stage="window") == 0.25
     assert counters.get("exporter_stall_seconds") == reader.last_stall_seconds == 0.25
-    reader.allocated_since_last(0.25, threading.Event())
+    reader.windows.pushed([ProfileKind.ALLOCATED], 0.25, threading.Event())
     assert counters.get("exporter_seconds", stage="window") == 0.5
 
 
@@ -302,16 +303,17 @@ def test_the_pushed_delta_covers_the_time_between_windows(torch, make, clock):
     clock.on_wait.append(lambda: allocator.free(allocator.alloc(700, (frame("work", 4),))))
     reader = make()
     stop = threading.Event()
-    (first,) = reader.allocated_since_last(0.03125, stop)
+    kind = ProfileKind.ALLOCATED
+    (first,) = reader.windows.pushed([kind], 0.03125, stop)[kind]
     assert (first.total_objects, first.total_bytes) == (1, 700)
     for _ in range(99):
         allocator.free(allocator.alloc(50))
     clock.advance(64)
-    (second,) = reader.allocated_since_last(0.03125, stop)
+    (second,) = reader.windows.pushed([kind], 0.03125, stop)[kind]
     assert (second.total_objects, second.total_bytes) == (100, 99 * 50 + 700)
     assert second.duration_ns == 64_031_250_000
     reader.allocated(0.03125, stop)
-    (third,) = reader.allocated_since_last(0.03125, stop)
+    (third,) = reader.windows.pushed([kind], 0.03125, stop)[kind]
     assert third.total_bytes == 1400  # what a pull saw in between is not lost for the push
 
 

@@ -84,6 +84,68 @@ def test_full_argument_lists():
     ]
 
 
+def test_pinned_memory_and_annotations_are_in_every_call_where_torch_knows_them():
+    torch = fake_torch.make("2.15")
+    recorder = Recorder(pinned=True, annotations=True)
+    recorder.prepare(torch)
+    assert recorder.records_pinned
+    recorder.start()
+    recorder.open_window(1000, frees=True)
+    recorder.close_window()
+    free = ["free_completed", "segment_alloc", "segment_free"]
+    assert torch.allocators[0].calls == [
+        ("state", "state", "python", 1, False, False, True, [], True, True),
+        ("all", "alloc", "python", 1000, True, False, True, free, True, True),
+        ("state", "state", "python", 1, True, False, True, [], True, True),
+    ]
+    recorder.stop()
+
+
+@pytest.mark.parametrize("version", [v for v in VERSIONS if v != "2.15"])
+def test_an_older_torch_is_told_no_more_than_it_knows(version):
+    torch = fake_torch.make(version)
+    recorder = Recorder(pinned=True, annotations=True)
+    recorder.prepare(torch)
+    assert not recorder.records_pinned
+    recorder.start()
+    recorder.open_window(1000, frees=True)
+    recorder.close_window()
+    recorder.stop()
+    arity = fake_torch.ARITY[version]
+    assert {len(call) for call in torch.allocators[0].calls} == {arity}
+    if arity >= 7:
+        assert all(call[6] is True for call in torch.allocators[0].calls)
+
+
+def test_a_torch_newer_than_the_table_is_asked_in_python():
+    torch = fake_torch.make("2.15")
+    recorder = Recorder(pinned=True, annotations=True)
+    recorder.prepare(torch)
+    recorder._arity = 11
+    asked = []
+    torch.cuda.memory._record_memory_history = lambda **values: asked.append(values)
+    recorder.start()
+    assert asked == [
+        {
+            "enabled": "state", "context": "state", "stacks": "python", "max_entries": 1,
+            "clear_history": False, "record_pinned_host_memory": True,
+            "global_record_annotations": True,
+        }
+    ]  # fmt: skip
+
+
+def test_frees_of_a_window_are_one_event_each_where_torch_can_skip_the_other(torch, recorder):
+    recorder.start()
+    allocator = torch.allocators[0]
+    recorder.open_window(50, frees=True)
+    frames = ({"name": "f", "filename": "/job/a.py", "line": 1},)
+    allocator.free(allocator.alloc(200, frames))
+    actions = [event["action"] for event in allocator.trace]
+    assert actions[:2] == ["alloc", "free_requested"]
+    assert len(actions) == 2 + (recorder.events_per_free == 2)
+    assert recorder.close_window()
+
+
 def test_a_window_clears_the_trace_on_both_ends(torch, recorder):
     recorder.start()
     allocator = torch.allocators[0]

@@ -33,11 +33,11 @@ def test_the_size_of_a_push_is_the_measured_one():
 
 def test_defaults_add_up():
     metrics, profiles, assumptions = estimate(resolve({}), Wanted(4000))
-    assert metrics.series == 4000 * (17 + 5)
+    assert metrics.series == 4000 * (25 + 5)
     assert metrics.interval_seconds == 15
-    assert metrics.per_second == pytest.approx(88_000 / 15)
-    assert metrics.bytes_per_second == pytest.approx(2 * 88_000 / 15)
-    assert metrics.gb_per_month == pytest.approx(2 * 88_000 / 15 * 2_592_000 / 1e9)
+    assert metrics.per_second == pytest.approx(120_000 / 15)
+    assert metrics.bytes_per_second == pytest.approx(2 * 120_000 / 15)
+    assert metrics.gb_per_month == pytest.approx(2 * 120_000 / 15 * 2_592_000 / 1e9)
     assert profiles.series == 4000 * 3
     assert profiles.interval_seconds == 60
     assert profiles.per_second == pytest.approx(4000 / 60)
@@ -63,7 +63,7 @@ def test_the_environment_counts_and_the_command_line_counts_more():
         config,
         Wanted(8, metrics_level="standard", scrape_interval=60, profile_interval=120),
     )
-    assert (metrics.series, metrics.interval_seconds) == (8 * 22, 60)
+    assert (metrics.series, metrics.interval_seconds) == (8 * 30, 60)
     assert profiles.interval_seconds == 120
 
 
@@ -78,11 +78,11 @@ def test_the_budget_of_the_job_stretches_the_interval_as_it_does_in_a_job():
 def test_metrics_over_otlp_alone_come_at_its_interval_and_without_a_scrape():
     sent = {"GPUMEM_OTEL_OTLP": "1", "OTEL_METRIC_EXPORT_INTERVAL": "30000"}
     metrics, _, assumptions = estimate(resolve(sent), Wanted(10))
-    assert (metrics.series, metrics.interval_seconds) == (10 * 17, 30)
+    assert (metrics.series, metrics.interval_seconds) == (10 * 25, 30)
     assert "sent over OTLP" in assumptions[0]
     both = resolve({**sent, "GPUMEM_OTEL_SERVE": "1"})
     metrics, _, assumptions = estimate(both, Wanted(10))
-    assert (metrics.series, metrics.interval_seconds) == (10 * 22, 15)
+    assert (metrics.series, metrics.interval_seconds) == (10 * 30, 15)
     assert any("OTLP is on besides" in sentence for sentence in assumptions)
 
 

@@ -69,6 +69,14 @@ def test_no_peak_without_a_trace(capsys, tmp_path, events):
     assert one["events"] == len(events)
 
 
+def test_a_failed_allocation_is_said(capsys):
+    assert main(["stats", str(OOM)]) == 0
+    assert (
+        "device 0: an allocation failed once, last at event 4396: out of memory: 67108864 bytes "
+        "asked for, 146361417728 free"
+    ) in capsys.readouterr().err
+
+
 def test_stats_of_one_device(capsys, tmp_path):
     raw = snapshot([segment([block(4)]), segment([block(8)], device=1, address=1 << 30)])
     path = written(tmp_path, raw)

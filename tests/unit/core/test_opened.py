@@ -61,9 +61,15 @@ def test_a_file_without_events_says_so(kind):
         open_bytes(BARE, "bare").profiles(kind, 0)
 
 
-def test_no_file_holds_pinned_memory():
-    with pytest.raises(ValueError, match="kind pinned"):
+def test_no_file_holds_growth():
+    with pytest.raises(ValueError, match="kind growth"):
+        open_bytes(BARE, "bare").profiles(ProfileKind.GROWTH)
+
+
+def test_a_file_without_pinned_memory_says_what_records_it():
+    with pytest.raises(NoHistoryError, match="record_pinned_host_memory=True"):
         open_bytes(BARE, "bare").profiles(ProfileKind.PINNED)
+    assert not open_bytes(BARE, "bare").has(ProfileKind.PINNED)
 
 
 def test_the_peak_of_a_recording_is_the_reading_that_held_most():

@@ -248,3 +248,25 @@ def test_the_real_clock():
     assert not clock.wait(event, -1.0)
     event.set()
     assert clock.wait(event, 60.0)
+
+
+@pytest.mark.parametrize("call", ["flush", "stop"])
+def test_a_window_ends_for_whoever_waits(call):
+    """GIVEN a window that would last for ever WHEN a flush or the end is asked for THEN it ends."""
+    clock = FakeClock()
+    reader, sink = FakeReader(clock), FakeSink(clock)
+    entered, ended = threading.Event(), []
+
+    def windowed(kinds, limit_seconds, stop):
+        entered.set()
+        ended.append(stop.wait(20))
+        return dict.fromkeys(kinds, ())
+
+    reader.windowed = windowed
+    config = ProfileConfig(kinds=("live", "peak"), interval_seconds=0.2)
+    pusher = made(SystemClock(), reader, sink, config=config)
+    pusher.start()
+    assert entered.wait(20)
+    assert pusher.flush(20.0) if call == "flush" else pusher.stop(20.0)
+    assert ended[0] is True
+    assert pusher.stop(20.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from support.push_parts import ARMED, NOON, FakeClock, FakeReader, FakeSink, S, parts
@@ -12,11 +13,12 @@ from support.push_parts import ARMED, NOON, FakeClock, FakeReader, FakeSink, S, 
 from gpumem_otel.config import ProfileConfig
 from gpumem_otel.core.counters import Counters
 from gpumem_otel.core.model import Identity, ProfileKind, SourceStatus
-from gpumem_otel.errors import CaptureError, PushError
+from gpumem_otel.errors import BusyError, CaptureError, PushError
 from gpumem_otel.export.rounds import Parts, Rounds
 from gpumem_otel.export.schedule import phase
 
 PLACE = phase("r", 0)
+LIVE = ("live",)
 
 
 class Bench:
@@ -91,14 +93,16 @@ def test_all_ranks_read_together_and_send_apart():
 
 
 def test_a_short_interval_needs_no_early_start():
-    bench = Bench(config=ProfileConfig(interval_seconds=5))
+    bench = Bench(config=ProfileConfig(kinds=LIVE, interval_seconds=5))
     bench.run(until=21)
     assert bench.read_at == [5, 10, 15, 20]
 
 
 def test_a_push_ends_before_the_next_read_out():
     """A server that never answers in time costs profiles, not read-outs."""
-    bench = Bench(seconds=1000, devices=(0, 1, 2), config=ProfileConfig(interval_seconds=10))
+    bench = Bench(
+        seconds=1000, devices=(0, 1, 2), config=ProfileConfig(kinds=LIVE, interval_seconds=10)
+    )
     bench.sink.errors = [refused("timeout") for _ in range(100)]
     bench.run(until=60.5)
     assert bench.read_at == [10, 20, 30, 40, 50, 60]
@@ -111,7 +115,7 @@ def test_a_push_ends_before_the_next_read_out():
 
 
 def test_short_intervals_are_pushed_too():
-    bench = Bench(seconds=0.01, config=ProfileConfig(interval_seconds=0.5))
+    bench = Bench(seconds=0.01, config=ProfileConfig(kinds=LIVE, interval_seconds=0.5))
     bench.run(until=10.2)
     assert bench.read_at == [1.5 + 0.5 * turn for turn in range(18)]
     assert len(bench.sink.tried) == 18
@@ -208,7 +212,7 @@ def test_a_wait_beyond_the_next_read_out_is_not_worth_it():
 
 def test_what_grew_too_old_is_not_sent():
     """A server refuses profiles older than an hour."""
-    bench = Bench(config=ProfileConfig(interval_seconds=7200))
+    bench = Bench(config=ProfileConfig(kinds=LIVE, interval_seconds=7200))
     bench.sink.errors = [refused("unavailable", retryable=True, after=3400.0)]
     bench.run(until=7000)
     assert bench.dropped == {"unavailable": 1}
@@ -252,26 +256,113 @@ def test_memory_is_bounded_and_the_newest_wins():
     assert lost + len(bench.sink.stored) + bench.rounds.waiting == 2 * len(bench.read_at)
 
 
-def test_allocated_profiles_on_request():
-    config = ProfileConfig(kinds=("live", "allocated"), allocated_window_seconds=3.0)
-    bench = Bench(config=config)
+def test_windows_are_recorded_between_two_read_outs():
+    bench = Bench(config=ProfileConfig(kinds=("live", "allocated", "peak")))
     bench.run(until=119)
-    assert bench.reader.readings == [
-        ("live", 15), ("allocated", 15), ("live", 60), ("allocated", 60),
-    ]  # fmt: skip
-    assert bench.reader.windows == [3.0, 3.0]
+    kinds, moments = zip(*bench.reader.readings, strict=True)
+    assert kinds == ("live", "peak", "allocated", "live", "peak", "allocated")
+    assert (moments[0], moments[3]) == (15, 60)
+    for begin, read, following in ((moments[1], 15, 60), (moments[4], 60, 120)):
+        assert read + 0.5 * (following - read) <= begin < read + 0.75 * (following - read)
+    assert moments[1:3] == (moments[1],) * 2
     assert sorted(bench.sink.stored) == [
         b"allocated 0: 1", b"allocated 0: 2", b"live 0: 1", b"live 0: 2",
+        b"peak 0: 1", b"peak 0: 2",
     ]  # fmt: skip
     assert bench.count("last_push_timestamp_seconds", kind="allocated") > 0
+    assert bench.count("last_push_timestamp_seconds", kind="peak") > 0
 
 
-def test_a_window_is_no_longer_than_half_the_interval():
-    config = ProfileConfig(kinds=("allocated",), interval_seconds=4, allocated_window_seconds=60)
-    bench = Bench(config=config)
-    bench.run(until=9)
-    assert bench.reader.windows == [2.0, 2.0]
-    assert bench.read_at == []
+def test_the_moments_of_windows_are_those_of_all_ranks_and_never_the_same():
+    moments = []
+    for rank in (0, 7):
+        identity = Identity(service_name="s", run_id="r", rank=rank, world_size=8)
+        config = ProfileConfig(kinds=("peak",))
+        bench = Bench(config=config, identity=lambda identity=identity: identity)
+        bench.run(until=1200)
+        moments.append([at for kind, at in bench.reader.readings if kind == "peak"])
+    assert moments[0] == moments[1]
+    places = {round(at % 60, 3) for at in moments[0][1:]}
+    assert len(places) == len(moments[0]) - 1 == 19
+
+
+def test_a_window_ends_before_the_next_read_out():
+    bench = Bench(config=ProfileConfig(kinds=("live", "allocated"), interval_seconds=4))
+    bench.reader.window_seconds = 60.0
+    bench.run(until=39)
+    assert bench.read_at == list(range(4, 40, 4))
+    begins = [at for kind, at in bench.reader.readings if kind == "allocated"]
+    ends = [at + limit for at, limit in zip(begins, bench.reader.windows, strict=True)]
+    assert [round(end % 4, 3) for end in ends] == [3.8] * 9
+
+
+def test_a_window_that_stalls_the_job_is_followed_by_a_rest():
+    bench = Bench(config=ProfileConfig(kinds=("live", "peak"), max_stall_ratio=0.001))
+    windowed = bench.reader.windowed
+
+    def stalling(*args):
+        bench.counters.add("exporter_stall_seconds", 0.15)
+        return windowed(*args)
+
+    bench.reader.windowed = stalling
+    bench.run(until=599)
+    begins = [at for kind, at in bench.reader.readings if kind == "peak"]
+    assert len(begins) == 4
+    assert all(later - earlier >= 150 for earlier, later in pairwise(begins))
+    # live profiles are not held up by what a window cost
+    assert bench.read_at == [15, *range(60, 600, 60)]
+    assert bench.rounds.interval_seconds == 60
+
+
+def test_who_holds_the_recording_is_waited_for_and_no_error(caplog):
+    caplog.set_level(logging.INFO, "gpumem_otel")
+    bench = Bench(config=ProfileConfig(kinds=("live", "peak")))
+    bench.reader.window_error = BusyError("window: the job records memory history itself")
+    bench.run(until=300)
+    assert bench.counters.get("exporter_errors", stage="window") == 0
+    assert [r.getMessage() for r in caplog.records] == [
+        "window: the job records memory history itself"
+    ]
+    bench.reader.window_error = None
+    bench.run(until=400)
+    assert bench.count("last_push_timestamp_seconds", kind="peak") > 0
+
+
+def test_a_window_that_fails_is_counted_and_the_next_one_tried():
+    bench = Bench(config=ProfileConfig(kinds=("live", "peak")))
+    bench.reader.window_error = CaptureError("device lost")
+    bench.run(until=119)
+    assert bench.counters.get("exporter_errors", stage="window") == 2
+    assert bench.dropped == {}
+    assert bench.read_at == [15, 60]
+
+
+def test_kinds_that_go_with_a_live_read_out():
+    bench = Bench(config=ProfileConfig(kinds=("growth", "pinned")))
+    bench.run(until=119)
+    assert bench.reader.readings == [
+        ("live", 15), ("growth", 15), ("pinned", 15), ("live", 60), ("growth", 60), ("pinned", 60),
+    ]  # fmt: skip
+    # the live profile itself is read for them, and not pushed
+    assert sorted(bench.sink.stored)[:2] == [b"growth 0: 1", b"growth 0: 2"]
+    assert not any(stored.startswith(b"live") for stored in bench.sink.stored)
+
+
+def test_bytes_of_windows_count_for_the_budget():
+    config = ProfileConfig(kinds=("live", "peak"), job_push_bytes_per_second=1)
+    bench = Bench(config=config, encode=lambda made: b"x" * 50)
+    bench.run(until=16)
+    assert bench.rounds.interval_seconds == 60
+    bench.run(until=61)
+    assert bench.rounds.interval_seconds == 120
+
+
+def test_an_end_in_the_middle_of_a_window_loses_what_it_says():
+    bench = Bench(config=ProfileConfig(kinds=("live", "allocated", "peak")))
+    windowed = bench.reader.windowed
+    bench.reader.windowed = lambda *args: (bench.rounds.abandon(), windowed(*args))[1]
+    bench.run(until=59)
+    assert bench.dropped == {"shutdown": 2}
 
 
 @pytest.mark.parametrize(
@@ -317,7 +408,7 @@ def test_each_kind_of_push_failure_is_logged_once(caplog):
 
 def test_a_server_that_comes_and_goes_does_not_fill_the_log(caplog):
     caplog.set_level(logging.INFO, "gpumem_otel.push")
-    bench = Bench(config=ProfileConfig(interval_seconds=1))
+    bench = Bench(config=ProfileConfig(kinds=LIVE, interval_seconds=1))
     for _ in range(120):
         bench.sink.errors = [refused("rejected")]
         bench.run(until=bench.clock.since_noon + 2)

@@ -20,7 +20,8 @@ NAMES = tuple(
         """
 gpumem_target_info
 gpumem_allocated_bytes gpumem_requested_bytes gpumem_active_bytes gpumem_reserved_bytes
-gpumem_limit_bytes gpumem_allocated_peak_bytes gpumem_reserved_peak_bytes gpumem_cached_bytes
+gpumem_limit_bytes gpumem_allocated_peak_bytes gpumem_reserved_peak_bytes
+gpumem_class_bytes gpumem_cached_bytes
 gpumem_pool_reserved_bytes gpumem_outside_bytes gpumem_fragmentation_ratio gpumem_segments
 gpumem_blocks gpumem_stackless_bytes gpumem_host_pinned_bytes
 hw_gpu_memory_limit_bytes hw_gpu_memory_usage_bytes
@@ -42,8 +43,8 @@ OF_THE_SCRAPER = {
 
 LATER = {
     Level.MINIMAL: 1,  # the yield state
-    Level.STANDARD: 8,  # tensor classes
-    Level.FULL: 12 + 3 + 7,  # tensor classes, causes of outside, yield
+    Level.STANDARD: 0,
+    Level.FULL: 7,  # yield
 }
 """Series of rows that are not there yet, per rank and device."""
 
@@ -105,8 +106,8 @@ def test_a_level_holds_at_most_its_series(level):
         count
         == {
             Level.MINIMAL: {("3", "0"): 11, ("3", "1"): 7},
-            Level.STANDARD: {("3", "0"): 17, ("3", "1"): 13},
-            Level.FULL: {("3", "0"): 58, ("3", "1"): 26},
+            Level.STANDARD: {("3", "0"): 25, ("3", "1"): 21},
+            Level.FULL: {("3", "0"): 73, ("3", "1"): 40},
         }[level]
     )
 
@@ -119,7 +120,7 @@ def test_levels_nest():
 @pytest.mark.parametrize("level", Level)
 def test_every_row_carries_rank_and_device_and_its_own_attributes_alone(level):
     for metric, attributes, _ in rows(obs.full((0, 1)), level):
-        own = metric.attributes if level.holds(metric.detail) else ()
+        own = metric.attributes if level.holds(metric.detail) or metric.kept else ()
         assert set(attributes) == {"rank", "device", *own}, metric.prometheus
         assert not OF_THE_SCRAPER & set(attributes)
         assert all(isinstance(value, str) for value in attributes.values())
@@ -293,9 +294,14 @@ def test_cached_always_sums_to_reserved_less_allocated(  # noqa: PLR0917 - drawn
 
 
 def test_outside_closes_the_device():
-    assert by(obs.full(), "gpumem_outside_bytes", "cause") == {"unknown": 1_000_000_000}
+    assert by(obs.full(), "gpumem_outside_bytes", "cause") == {
+        "context": 600_000_000, "other_process": 400_000_000, "unknown": 0
+    }  # fmt: skip
+    assert only(obs.full(), "gpumem_outside_bytes", Level.STANDARD) == 1_000_000_000
+    without = obs.full(devices=(replace(obs.stats(0), process_used_bytes=None),))
+    assert by(without, "gpumem_outside_bytes", "cause") == {"unknown": 1_000_000_000}
     raced = obs.full(devices=(obs.stats(device_used_bytes=7_999_000_000),))
-    assert by(raced, "gpumem_outside_bytes", "cause") == {"unknown": 0}
+    assert only(raced, "gpumem_outside_bytes", Level.STANDARD) == 0
 
 
 def test_pools_show_three_and_the_rest():
@@ -357,3 +363,26 @@ def test_help_says_something_and_fits_a_line():
         assert metric.help.endswith(".")
         assert metric.help.isascii()
         assert "\n" not in metric.help
+
+
+def test_classes_add_up_at_every_level():
+    observation = obs.full()
+    allocated = observation.books[0].allocated_bytes
+    full = by(observation, "gpumem_class_bytes", "tensor_class")
+    standard = by(observation, "gpumem_class_bytes", "tensor_class", Level.STANDARD)
+    assert full == observation.classes[0]
+    assert sum(full.values()) == sum(standard.values()) == allocated
+    assert standard.keys() == {
+        "parameter", "gradient", "optimizer_state", "activation", "kv_cache", "communication",
+        "unattributed", "other",
+    }  # fmt: skip
+    assert standard["other"] == sum(
+        full[name] for name in ("unsharded_parameter", "buffer", "input", "temporary", "workspace")
+    )
+
+
+def test_before_a_readout_there_are_no_classes_and_then_unattributed_is_one():
+    assert "gpumem_class_bytes" not in series(obs.bare())
+    observation = obs.full(classes={0: {"parameter": 7}})
+    found = by(observation, "gpumem_class_bytes", "tensor_class")
+    assert found == {"parameter": 7, "unattributed": 0}

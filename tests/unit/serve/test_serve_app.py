@@ -209,11 +209,24 @@ def test_the_page_links_to_the_rest_and_escapes_the_name():
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert "<script>" not in page
     assert "&lt;script&gt;" in page
-    for link in ("metrics", "debug/pprof/gpumem", "healthz"):
+    for link in ("metrics", "metrics/lines", "debug/pprof/gpumem", "healthz"):
         assert f'href="{link}"' in page
 
 
-@pytest.mark.parametrize("path", ["/", "/metrics", PATH, "/healthz"])
+def test_lines_have_a_path_of_their_own_and_are_nothing_by_default():
+    empty = get(build_app(some_deps()), "/metrics/lines")
+    assert (empty.status, empty.body) == (200, b"")
+    assert empty.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+
+    text = "gpumem_line_hits_total 1\n" * 100
+    app = build_app(some_deps(lines=lambda: text))
+    assert get(app, "/metrics/lines").body.decode() == text
+    zipped = get(app, "/metrics/lines", accept_encoding="gzip")
+    assert zipped.headers["content-encoding"] == "gzip"
+    assert gzip.decompress(zipped.body).decode() == text
+
+
+@pytest.mark.parametrize("path", ["/", "/metrics", "/metrics/lines", PATH, "/healthz"])
 def test_head_and_other_methods(path):
     app = build_app(some_deps())
     assert get(app, path, method="HEAD").status == 200
@@ -227,4 +240,6 @@ def test_head_and_other_methods(path):
 def test_other_paths_are_not_found_and_never_redirected(path):
     answer = get(build_app(some_deps()), path)
     assert answer.status == 404
-    assert answer.line == ("nothing is served here, only /metrics, /debug/pprof/gpumem, /healthz")
+    assert answer.line == (
+        "nothing is served here, only /metrics, /metrics/lines, /debug/pprof/gpumem, /healthz"
+    )

@@ -43,15 +43,23 @@ def test_devices_that_are_refused(text):
         profile_query([("device", text)])
 
 
-@pytest.mark.parametrize("text", ["", "peak", "pinned", "LIVE", "heap"])
+@pytest.mark.parametrize("text", ["", "peaks", "LIVE", "heap"])
 def test_kinds_that_are_refused(text):
-    with pytest.raises(ValueError, match=r"^kind must be live or allocated$"):
+    said = r"^kind must be one of live, allocated, peak, pinned, growth$"
+    with pytest.raises(ValueError, match=said):
         profile_query([("kind", text)])
 
 
-def test_a_window_of_a_live_profile_is_refused():
-    with pytest.raises(ValueError, match=r"^seconds goes with kind=allocated"):
-        profile_query([("kind", "live"), ("seconds", "4")])
+def test_every_kind_is_served():
+    asked = [profile_query([("kind", kind.value)]).kind for kind in ProfileKind]
+    assert asked == list(ProfileKind)
+    assert profile_query([("kind", "peak"), ("seconds", "4")]).seconds == 4
+
+
+@pytest.mark.parametrize("kind", ["live", "pinned", "growth"])
+def test_a_window_of_a_moment_is_refused(kind):
+    with pytest.raises(ValueError, match=rf"^seconds goes with kind=allocated .* kind {kind} is"):
+        profile_query([("kind", kind), ("seconds", "4")])
 
 
 def test_a_name_given_twice_is_refused():

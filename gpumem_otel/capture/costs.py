@@ -1,0 +1,70 @@
+"""What read-outs cost, counted in one place, and what their profiles have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpumem_otel.core.counters import Counters
+    from gpumem_otel.core.model import HeapProfile
+    from gpumem_otel.core.ports import Reading
+
+__all__ = ["Costs", "devices_of", "with_comments"]
+
+
+class Costs:
+    """Takes the stall and the seconds of each stage; says what the agent adds to comments.
+
+    Args:
+        counters: takes `exporter_stall_seconds`, `exporter_runs` and `exporter_seconds`.
+        describe: more comments for every profile (rank, versions), asked at each read-out.
+
+    Attributes:
+        last_stall_seconds: how long the last read-out held the interpreter lock.
+    """
+
+    def __init__(
+        self, counters: Counters, describe: Callable[[], Sequence[str]] | None = None
+    ) -> None:
+        self.last_stall_seconds = 0.0
+        self._counters = counters
+        self._describe = describe
+
+    def comments(self) -> tuple[str, ...]:
+        """Sentences about this process."""
+        return tuple(self._describe()) if self._describe is not None else ()
+
+    def stalled(self, seconds: float) -> None:
+        """A read-out held the interpreter lock for so long."""
+        self.last_stall_seconds = seconds
+        self._counters.add("exporter_stall_seconds", seconds)
+
+    def count(self, stage: str, seconds: float) -> None:
+        """One run of a stage, and its seconds."""
+        self._counters.add("exporter_runs", stage=stage)
+        self._counters.add("exporter_seconds", seconds, stage=stage)
+
+
+def with_comments(profile: HeapProfile, comments: Sequence[str]) -> HeapProfile:
+    """The profile with these sentences after its own."""
+    return replace(profile, comments=(*profile.comments, *comments))
+
+
+def devices_of(reading: Reading) -> list[int]:
+    """Devices with something to tell, those of which only the counters know too.
+
+    While events are recorded, taking a snapshot leaves one in the trace of every device: that
+    alone tells nothing of a device that is not used.
+    """
+    snapshot = reading.snapshot
+    found = {stats.device for stats in (*reading.before, *reading.after)}
+    for device in snapshot.devices():
+        if device not in found and (
+            snapshot.raw_segments(device)
+            or any(event.get("action") != "snapshot" for event in snapshot.raw_events(device))
+        ):
+            found.add(device)
+    return sorted(found)

@@ -1,0 +1,401 @@
+"""The address table: which storages hold parameters, buffers, gradients, optimizer state, caches.
+
+Only the thread that steps an optimizer reads the gradients of its parameters and its state: the
+autograd engine writes `.grad` without the interpreter lock, and reading it elsewhere kills the
+process. So the table is made in the optimizer's hook (or in `step()`, or at the end of the forward
+of a watched root module), by the job's own thread, and only shortly before somebody will read it.
+
+Nothing is kept alive. Modules, optimizers and named objects are held weakly; of a storage the table
+holds torch's own weak reference, which keeps no byte of device memory. Between table and snapshot a
+storage may have been freed and its address given out again: it is then expired, and its entry does
+not count (`alive`).
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+from gpumem_otel.capture.containers import tensors_in
+from gpumem_otel.capture.objects import Kinds
+from gpumem_otel.capture.storages import WeakStorage, address_of, storages_of
+from gpumem_otel.core.classify import TensorClass
+from gpumem_otel.logs import named_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+__all__ = ["TableEntries", "TensorTable"]
+
+_log = named_logger("gpumem_otel.capture")
+
+_MIN_SECONDS: Final = 0.2
+_COST_FACTOR: Final = 500.0
+_AHEAD_SECONDS: Final = 5.0
+"""A table is made for a reading that is due in so many seconds, or sooner."""
+_CACHE_NAME: Final = re.compile(r"(^|_)(kv|k|v|key|value|past_key_values?)_?caches?(_|$)|^kv$")
+_CLASSES: Final = {found.value: found for found in TensorClass}
+_NOBODY: Final = -1
+"""In place of a thread: only `step()` reads that optimizer."""
+
+_Entry: TypeAlias = "tuple[int, TensorClass, WeakStorage]"
+TableEntries: TypeAlias = "dict[int, _Entry]"
+"""Address -> (bytes, class, storage)."""
+
+
+class TensorTable:
+    """Address -> class, kept by the job's own threads, read by ours.
+
+    Args:
+        counters_seconds: told what each refresh took of the job's thread.
+        monotonic: seconds of a clock that never goes back.
+        host_too: take up tensors in host memory as well; no block of a device has their address.
+
+    Attributes:
+        last_seconds: what the last refresh took; `tensors` how many it looked at.
+    """
+
+    def __init__(
+        self,
+        counters_seconds: Callable[[float], object] | None = None,
+        *,
+        monotonic: Callable[[], float] = time.perf_counter,
+        host_too: bool = False,
+    ) -> None:
+        self._tell = counters_seconds
+        self._host_too = host_too
+        self._monotonic = monotonic
+        self._torch: Any = None
+        self._entries: TableEntries = {}
+        self._modules: dict[int, weakref.ref[Any]] = {}
+        self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._named: list[tuple[TensorClass, weakref.ref[Any]]] = []
+        self._inputs: TableEntries = {}
+        self._handles: list[Any] = []
+        self._lock = threading.Lock()
+        self._wanted_from = float("-inf")
+        self._allowed_from = float("-inf")
+        self._searched = False
+        self._active = False
+        self.last_seconds = 0.0
+        self.tensors = 0
+
+    # life
+
+    def start(self) -> None:
+        """Hear of the modules that are built from now on. On the job's thread."""
+        torch = sys.modules.get("torch")
+        module = sys.modules.get("torch.nn.modules.module")
+        if self._active or torch is None or module is None:
+            return
+        self._torch, self._active = torch, True
+        modules, reference = self._modules, weakref.ref
+
+        def registered(owner: Any, name: str, item: object) -> None:  # noqa: ARG001
+            if id(owner) not in modules:
+                key = id(owner)
+                modules[key] = reference(owner, lambda _: modules.pop(key, None))
+
+        for register in (
+            module.register_module_parameter_registration_hook,
+            module.register_module_buffer_registration_hook,
+        ):
+            self._handles.append(register(registered))
+
+    def stop(self) -> None:
+        """Take the hooks back and forget everything."""
+        self._active = False
+        handles, self._handles = self._handles, []
+        for handle in handles:
+            handle.remove()
+        self._modules.clear()
+        self._optimizers.clear()
+        self._named, self._entries, self._inputs = [], {}, {}
+
+    def forget_parent(self) -> None:
+        """In a forked child: its parent's storages are not in this process."""
+        self._lock = threading.Lock()
+        self._entries = self._inputs = {}
+        self._optimizers.clear()
+        self._wanted_from = float("-inf")
+
+    def watch(self, name: str, item: Any) -> None:
+        """Take up a model, an optimizer, or an object whose tensors are of the class `name`.
+
+        On the job's thread. A model's parameters are read at once, its inputs at each forward.
+
+        Args:
+            name: "" for models and optimizers; else a tensor class, for instance `kv_cache`.
+            item: what can be held weakly.
+        """
+        torch = self._torch
+        if not self._active or torch is None:
+            return
+        entries: TableEntries = {}
+        if isinstance(item, torch.nn.Module):
+            self._add_tree(item)
+            self._handles += (
+                item.register_forward_pre_hook(self._before_forward(), with_kwargs=True),
+                item.register_forward_hook(self._after_forward()),
+            )
+            self._add_modules(entries, list(item.modules()))
+        elif isinstance(item, torch.optim.Optimizer):
+            # whose thread it is shows with its first step
+            self._optimizers[id(item)] = (self._forgetting(self._optimizers, item), _NOBODY)
+        elif name in _CLASSES:
+            self._named.append((_CLASSES[name], weakref.ref(item)))
+            self._add(entries, tensors_in(item, torch.Tensor), _CLASSES[name])
+        else:
+            known = ", ".join(_CLASSES)
+            _log.warning("watch(%s=...): no such class; known are %s", name, known)
+        with self._lock:
+            self._entries = {**self._entries, **entries}
+        self.want(0.0)
+
+    # who asks
+
+    def want(self, seconds: float) -> None:
+        """A reading is due in so many seconds: make a table shortly before it."""
+        self._wanted_from = self._monotonic() + seconds - _AHEAD_SECONDS
+
+    @contextmanager
+    def wanted_now(self) -> Iterator[None]:
+        """Make tables at once for as long as this lasts: a window of events is open."""
+        before, self._wanted_from = self._wanted_from, float("-inf")
+        try:
+            yield
+        finally:
+            if self._wanted_from == float("-inf"):  # else somebody wants one at another time
+                self._wanted_from = before
+
+    def class_at(self, address: int) -> TensorClass | None:
+        """What the last table says of the storage at this address, if that still lives."""
+        entry = self._entries.get(address)
+        return entry[1] if entry is not None and not entry[2].expired() else None
+
+    def snapshot(self) -> TableEntries:
+        """The table as it is; never changed afterwards."""
+        return self._entries
+
+    @staticmethod
+    def alive(entries: TableEntries, pause: Callable[[], None]) -> dict[int, Any]:
+        """The entries whose storages still live: address -> (bytes, class).
+
+        Called after the snapshot: a storage that lives now had its address all the while.
+
+        Args:
+            entries: of `snapshot()`, taken before the allocator's snapshot.
+            pause: called every 256 entries.
+        """
+        found = {}
+        for count, (address, (size, tensor_class, storage)) in enumerate(entries.items(), 1):
+            if not storage.expired():
+                found[address] = (size, tensor_class)
+            if not count % 256:
+                pause()
+        return found
+
+    # the job's hooks
+
+    def stepped(self, optimizer: Any | None, in_backward: bool = False) -> None:
+        """An optimizer has stepped on this thread, or `step()` was called (None). Never raises.
+
+        Args:
+            optimizer: the outermost that stepped.
+            in_backward: its step is part of a backward that goes on: nothing is read now, its
+                gradients and state only in `step()`.
+        """
+        if not self._active:
+            return
+        if optimizer is not None:
+            owner = _NOBODY if in_backward else threading.get_ident()
+            known = self._optimizers.get(id(optimizer))
+            if known is None:
+                self._wanted_from = float("-inf")  # the first table of this optimizer
+            if known is None or known[1] != owner:
+                try:
+                    reference = self._forgetting(self._optimizers, optimizer)
+                except TypeError:
+                    return
+                self._optimizers[id(optimizer)] = (reference, owner)
+        if not in_backward:
+            self._refresh_if_due(here=optimizer is None)
+
+    def _refresh_if_due(self, *, here: bool = False) -> None:
+        now = self._monotonic()
+        if now < self._wanted_from or now < self._allowed_from:
+            return
+        if not self._lock.acquire(blocking=False):
+            return
+        searched_seconds = 0.0
+        try:
+            if not self._searched:
+                self._searched = True
+                self._search()
+                searched_seconds = self._monotonic() - now
+            self._entries = {**self._inputs, **self._read(here=here)}
+        except Exception:
+            self._active = False
+            _log.warning("tensor classes are told by stacks alone from here on", exc_info=True)
+        finally:
+            took = self._monotonic() - now
+            self.last_seconds = took
+            often = (took - searched_seconds) * _COST_FACTOR
+            self._allowed_from = now + max(_MIN_SECONDS, often)
+            self._lock.release()
+        if self._tell is not None:
+            self._tell(took)
+
+    def _before_forward(self) -> Callable[..., None]:
+        is_compiling = self._torch.compiler.is_compiling
+
+        def before(module: Any, args: Any, kwargs: Any) -> None:
+            if is_compiling():
+                return
+            self._note_inputs(module, (args, kwargs))
+
+        return before
+
+    def _after_forward(self) -> Callable[..., None]:
+        is_compiling = self._torch.compiler.is_compiling
+        is_grad_enabled = self._torch.is_grad_enabled
+
+        def after(module: Any, args: Any, output: Any) -> None:  # noqa: ARG001
+            # with gradients on, the optimizer's hook comes later and knows more
+            if not is_compiling() and not is_grad_enabled():
+                self._refresh_if_due()
+
+        return after
+
+    def _note_inputs(self, module: Any, arguments: Any) -> None:
+        if not self._active or self._monotonic() < self._wanted_from:
+            return
+        try:
+            found: TableEntries = {}
+            self._add(found, tensors_in(arguments, self._torch.Tensor), TensorClass.INPUT)
+            self._inputs = found
+            self._entries = {**found, **self._entries}
+        except Exception:
+            _log.warning("inputs of %s are not told apart", type(module).__name__, exc_info=True)
+            self._active = False
+
+    # the table
+
+    def _read(self, *, here: bool) -> TableEntries:
+        """All classes, by address; what comes first stays.
+
+        Args:
+            here: also the gradients of optimizers that stepped on other threads: `step()` was
+                called, by which the job says that none of them works now.
+        """
+        entries: TableEntries = {}
+        self.tensors = 0
+        modules = [m for m in (ref() for ref in list(self._modules.values())) if m is not None]
+        for tensor_class, ref in self._named:
+            if (item := ref()) is not None:
+                self._add(entries, tensors_in(item, self._torch.Tensor), tensor_class)
+        thread = threading.get_ident()
+        optimizers = [
+            optimizer
+            for optimizer, owner in ((ref(), owner) for ref, owner in [*self._optimizers.values()])
+            if optimizer is not None and (here or owner == thread)
+        ]
+        parameters = [
+            parameter
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        self._add(entries, parameters, TensorClass.PARAMETER)
+        self._add_modules(entries, modules)
+        self._add(entries, [p.grad for p in parameters], TensorClass.GRADIENT)
+        for optimizer in optimizers:
+            states = self._states_of(optimizer)
+            self._add(entries, states, TensorClass.OPTIMIZER_STATE)
+        return entries
+
+    def _states_of(self, optimizer: Any) -> Iterator[Any]:
+        tensor_type = self._torch.Tensor
+        for state in list(optimizer.state.values()):
+            for item in state.values() if isinstance(state, dict) else (state,):
+                if isinstance(item, tensor_type):
+                    yield item
+                elif not isinstance(item, int | float):
+                    yield from tensors_in(item, tensor_type)
+
+    def _add_modules(self, entries: TableEntries, modules: list[Any]) -> None:
+        # not by named_parameters(), which walks the whole tree below each module
+        parameters = [p for m in modules for p in m._parameters.values()]  # noqa: SLF001
+        self._add(entries, parameters, TensorClass.PARAMETER)
+        for module in modules:
+            self._add_caches(entries, module)
+        buffers = [b for m in modules for b in m._buffers.values()]  # noqa: SLF001
+        self._add(entries, buffers, TensorClass.BUFFER)
+
+    def _add_caches(self, entries: TableEntries, module: Any) -> None:
+        for owned in (module._buffers, vars(module)):  # noqa: SLF001
+            for name, item in owned.items():
+                if ("cache" in name or name == "past_key_values") and _CACHE_NAME.search(name):
+                    tensors = tensors_in(item, self._torch.Tensor)
+                    self._add(entries, tensors, TensorClass.KV_CACHE)
+
+    def _add(
+        self, entries: TableEntries, tensors: Iterable[Any], tensor_class: TensorClass
+    ) -> None:
+        """Storages that are not in the entries yet. The hot path: 1 us a tensor."""
+        torch, last = self._torch, self._entries
+        storage_type = torch.UntypedStorage
+        expired, free = storage_type._expired, storage_type._free_weak_ref  # noqa: SLF001
+        plain, host_too = (torch.nn.Parameter, torch.Tensor), self._host_too
+        count = 0
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            count += 1
+            storages: Sequence[Any]
+            if type(tensor) in plain:
+                if tensor.is_cpu and not host_too:
+                    continue
+                try:
+                    storages = (tensor.untyped_storage(),)
+                except (RuntimeError, NotImplementedError):  # sparse
+                    storages = storages_of(tensor)
+            else:
+                storages = storages_of(tensor)
+            for storage in storages:
+                address = address_of(storage)
+                if not address or address in entries:
+                    continue
+                known = last.get(address)
+                if known is not None and known[2].identity == storage._cdata:  # noqa: SLF001
+                    weak = known[2]
+                else:
+                    weak = WeakStorage(storage, expired, free)
+                entries[address] = (storage.nbytes(), tensor_class, weak)
+        self.tensors += count
+
+    # who is there
+
+    def _search(self) -> None:
+        """Modules from before, copied or unpickled ones: no hook of torch tells of them."""
+        kinds = Kinds(module=self._torch.nn.Module)
+        for module in kinds.collected().get("module", ()):
+            self._add_module(module)
+
+    def _add_tree(self, root: Any) -> None:
+        for module in root.modules():
+            self._add_module(module)
+
+    def _add_module(self, module: Any) -> None:
+        if id(module) not in self._modules and "_parameters" in vars(module):
+            self._modules[id(module)] = self._forgetting(self._modules, module)
+
+    @staticmethod
+    def _forgetting(held: dict[int, Any], item: Any) -> weakref.ref[Any]:
+        key = id(item)
+        return weakref.ref(item, lambda _: held.pop(key, None))

@@ -1,0 +1,69 @@
+"""What the driver counts for this process, from a library that may not be there."""
+
+from __future__ import annotations
+
+import os
+from types import SimpleNamespace
+
+from gpumem_otel.capture.nvml import ProcessMemory
+
+
+class Nvml:
+    """As `pynvml`: handles by UUID, processes with their numbers."""
+
+    def __init__(self, processes):
+        self.processes, self.asked = processes, 0
+
+    def nvmlInit(self):  # noqa: N802
+        pass
+
+    def nvmlDeviceGetHandleByUUID(self, uuid):  # noqa: N802
+        if uuid not in self.processes:
+            raise RuntimeError("Not Found")
+        return uuid
+
+    def nvmlDeviceGetComputeRunningProcesses(self, handle):  # noqa: N802
+        self.asked += 1
+        return [SimpleNamespace(pid=pid, usedGpuMemory=n) for pid, n in self.processes[handle]]
+
+
+def test_this_process_among_others_and_at_most_every_ten_seconds():
+    nvml = Nvml({"GPU-1": [(1, 10), (os.getpid(), 700)], "MIG-2": [(os.getpid(), 5)]})
+    now = [0.0]
+    memory = ProcessMemory(monotonic=lambda: now[0], load=lambda: nvml)
+    assert memory.used_bytes("GPU-1") == 700
+    nvml.processes["GPU-1"] = [(os.getpid(), 900)]
+    assert memory.used_bytes("GPU-1") == 700
+    assert memory.used_bytes("MIG-2") == 5
+    now[0] = 10.0
+    assert memory.used_bytes("GPU-1") == 900
+    assert nvml.asked == 3
+
+
+def test_a_process_that_is_known_by_another_number_is_unknown():
+    """As inside a container; and where the driver may not tell bytes."""
+    assert ProcessMemory(load=lambda: Nvml({"GPU-1": [(1, 10)]})).used_bytes("GPU-1") is None
+    hidden = Nvml({"GPU-1": [(os.getpid(), None)]})
+    assert ProcessMemory(load=lambda: hidden).used_bytes("GPU-1") is None
+
+
+def test_without_the_library_it_is_looked_for_once():
+    tries = []
+
+    def load():
+        tries.append(1)
+        raise ImportError("pynvml")
+
+    memory = ProcessMemory(load=load)
+    assert memory.used_bytes("GPU-1") is memory.used_bytes("GPU-1") is None
+    assert tries == [1]
+    assert memory.used_bytes("") is None
+
+
+def test_an_error_ends_it_with_one_line(caplog):
+    caplog.set_level("INFO", "gpumem_otel")
+    memory = ProcessMemory(load=lambda: Nvml({}))
+    assert memory.used_bytes("GPU-1") is memory.used_bytes("GPU-1") is None
+    assert [record.message for record in caplog.records] == [
+        "NVML is asked no more, memory outside stays unknown: Not Found"
+    ]
