@@ -10,7 +10,11 @@ K8S_BIN = $(CACHE)/k8s/bin
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 SOURCES = gpumem_otel tests tools benchmarks grafana helm hatch_build.py deploy
 
-.PHONY: demo test test-oldest check-servers check-helm check-page test-torch test-gpu fuzz lint types docs docs-check dashboards format clean help
+SERVED = GPUMEM_REQUIRE_SERVERS=1 GPUMEM_SERVERS_BIN=$(SERVERS_BIN)
+CLUSTERED = $(SERVED) GPUMEM_REQUIRE_K8S=1 GPUMEM_K8S_BIN=$(K8S_BIN)
+
+.PHONY: demo test test-oldest servers check-deploy checked check-servers check-helm check-page test-torch \
+	test-gpu fuzz lint types docs docs-check docs-site pictures dashboards format clean help
 
 help: ## what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 16
@@ -35,17 +39,32 @@ demo: $(VENV)/demo.stamp ## train on the GPU, or replay a recorded training run 
 test: $(VENV)/test.stamp ## all tests that need neither a GPU, nor torch, nor servers
 	$(VENV)/bin/python -m pytest -m 'not servers' $(TESTS)
 
-check-servers: $(VENV)/test.stamp ## the tests with a real Prometheus, Alertmanager and OpenTelemetry Collector
-	tools/servers/build.sh $(SERVERS_BIN)
-	GPUMEM_REQUIRE_SERVERS=1 GPUMEM_SERVERS_BIN=$(SERVERS_BIN) \
-		$(VENV)/bin/python -m pytest -m servers $(TESTS)
-
-check-helm: $(VENV)/test.stamp ## the chart in a real Kubernetes API server, scraped by a real Prometheus
+servers: ## build the real servers and the programs of Kubernetes, which takes a while at first
 	tools/servers/build.sh $(SERVERS_BIN)
 	tools/k8s/build.sh $(K8S_BIN)
-	GPUMEM_REQUIRE_SERVERS=1 GPUMEM_SERVERS_BIN=$(SERVERS_BIN) \
-		GPUMEM_REQUIRE_K8S=1 GPUMEM_K8S_BIN=$(K8S_BIN) \
-		$(VENV)/bin/python -m pytest tests/servers/test_helm*.py $(TESTS)
+
+# What lies in grafana/, deploy/ and helm/, in all that can be had here of what reads it.
+# Servers wait more than they work, so two files at a time.
+DEPLOYED = $(CLUSTERED) GPUMEM_SAID=$(CACHE)/said.jsonl $(VENV)/bin/python -m pytest -n 2 \
+	--dist loadfile tests/servers tests/unit/test_alert_rules.py tests/unit/test_dashboards.py \
+	tests/unit/test_deploy_*.py tests/unit/test_helm_*.py
+
+check-deploy: $(VENV)/test.stamp servers ## dashboards, alerts, deploy/, helm/ in real servers and a real Kubernetes API
+	@rm -f $(CACHE)/said.jsonl
+	$(DEPLOYED) $(TESTS)
+	$(if $(TESTS),,$(VENV)/bin/python tools/said.py $(CACHE)/said.jsonl --check)
+
+checked: $(VENV)/test.stamp servers ## the same, and docs/checked.md is written from what the tools said
+	@rm -f $(CACHE)/said.jsonl
+	$(DEPLOYED)
+	$(VENV)/bin/python tools/said.py $(CACHE)/said.jsonl
+
+check-servers: $(VENV)/test.stamp ## of that, what needs no Kubernetes
+	tools/servers/build.sh $(SERVERS_BIN)
+	$(SERVED) $(VENV)/bin/python -m pytest -m servers $(TESTS)
+
+check-helm: $(VENV)/test.stamp servers ## of that, the chart: installed, scraped, removed
+	$(CLUSTERED) $(VENV)/bin/python -m pytest tests/servers/test_helm*.py $(TESTS)
 
 web/node_modules/.package-lock.json: web/package-lock.json
 	cd web && npm ci --ignore-scripts --no-audit --no-fund
@@ -93,6 +112,20 @@ docs: $(VENV)/test.stamp ## write the generated tables in docs/
 
 docs-check: $(VENV)/test.stamp ## generated tables are current, links and commands are true
 	$(VENV)/bin/python tools/docs.py --check
+
+pictures: $(VENV)/test.stamp ## draw docs/img/demo.png and dashboard-*.png anew, of the replayed jobs (needs chromium)
+	tools/servers/build.sh $(SERVERS_BIN)
+	GPUMEM_SERVERS_BIN=$(SERVERS_BIN) $(VENV)/bin/python tools/pictures/make.py
+
+$(CACHE)/site/done.stamp: tools/site/requirements.txt
+	$(PYTHON) -m venv $(CACHE)/site
+	$(CACHE)/site/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@touch $@
+
+# Warnings are errors: a page that is in no menu, a link or an anchor that leads nowhere.
+docs-site: $(CACHE)/site/done.stamp ## the docs as a site, in build/site; every link in it leads somewhere
+	NO_MKDOCS_2_WARNING=1 $(CACHE)/site/bin/mkdocs build --strict
+	$(CACHE)/site/bin/python tools/site/check.py build/site
 
 dashboards: $(VENV)/test.stamp ## write grafana/dashboards/*.json and their tables in docs/
 	$(VENV)/bin/python grafana/generate.py

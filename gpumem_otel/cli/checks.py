@@ -25,6 +25,7 @@ MISSING = "missing"
 PROBLEM = "problem"
 
 _CONNECT_SECONDS = 3.0
+_IMPORT_SECONDS = 20.0
 _OLDEST_TORCH = (2, 3)
 _OTLP_PORTS = {"http": 4318, "https": 4318}
 _NO_GPU = "profiles and metrics need a CUDA device; files, demo and the command line work"
@@ -187,7 +188,7 @@ def _ask_torch(environ: Mapping[str, str], timeout: float) -> Check | dict[str, 
     try:
         facts = json.loads(done.stdout)
     except ValueError:
-        last = (done.stderr.decode(errors="replace").strip().splitlines() or ["no message"])[-1]
+        last = _last_line(done.stderr) or "no message"
         detail = f"the process that imports torch ended with {done.returncode}: {last}"
         return Check("torch", PROBLEM, detail, "torch itself fails here: mend or reinstall it")
     if not isinstance(facts, dict) or "torch" not in facts:
@@ -243,11 +244,43 @@ def _packages(config: Config) -> list[Check]:
     checks = []
     for name, package, asked, advice in wanted:
         try:
-            checks.append(Check(name, OK, f"{package} {metadata.version(package)}"))
-        except metadata.PackageNotFoundError:  # noqa: PERF203 - three of them
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
             status = PROBLEM if asked else MISSING
             checks.append(Check(name, status, f"{package} is not installed", advice))
+            continue
+        check = Check(name, OK, f"{package} {version}")
+        checks.append(_host_profiles(check, asked=asked) if package == "pyroscope-io" else check)
     return checks
+
+
+def _host_profiles(installed: Check, *, asked: bool) -> Check:
+    """Whether its binary fits this Python: tried in a child process, since it is native code."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", "import pyroscope"],
+            capture_output=True,
+            timeout=_IMPORT_SECONDS,
+            check=False,
+            stdin=subprocess.DEVNULL,
+        )
+        reason = _last_line(done.stderr) or f"its import ended with {done.returncode}"
+        failed = done.returncode != 0
+    except subprocess.TimeoutExpired:
+        reason, failed = f"its import took over {_IMPORT_SECONDS:g} s", True
+    if not failed:
+        return installed
+    return Check(
+        installed.name,
+        PROBLEM if asked else MISSING,
+        f"{installed.detail} does not work here: {reason}",
+        f"install its wheel for Python {platform.python_version()}; all but host profiles works",
+    )
+
+
+def _last_line(written: bytes) -> str:
+    lines = written.decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
 
 
 def _settings(config: Config) -> list[Check]:

@@ -39,6 +39,7 @@ _EPILOG = """\b
 Examples:
   gpumem-otel demo
   gpumem-otel demo --duration 300 --pyroscope http://localhost:4040
+  gpumem-otel demo --recording run.gpumem
 
 With a GPU that torch sees, a small transformer trains (about 2 GiB); without, the recording of
 such a run is replayed through the same code. Ctrl-C ends it early.
@@ -64,6 +65,7 @@ _ABOUT = {"live": "the last moment", "allocated": "what was allocated of late"}
 )
 @click.option("--out", default="gpumem-demo", show_default=True, help="Folder for the profiles.")
 @click.option("--gpu/--replay", "gpu", default=None, help="Train, or replay (default: by itself).")
+@click.option("--recording", metavar="FILE", help="Replay this one, of gpumem-otel record.")
 def command(
     duration: float,
     pyroscope: str | None,
@@ -72,13 +74,16 @@ def command(
     out: str,
     *,
     gpu: bool | None,
+    recording: str | None,
 ) -> None:
     """Show what holds the GPU memory of a training run, live, served and as files."""
     from gpumem_otel.agent import Agent
 
     given = _options(pyroscope, host, port)
-    device = _gpu(asked=gpu)
-    source = None if device else _replay()
+    if recording and gpu:
+        raise click.UsageError("--recording replays, --gpu trains: give one of them")
+    device = _gpu(asked=False if recording else gpu)
+    source = None if device else _replay(recording)
     config = _config(given, allocated=source is None or source.has_windows)
     profiles = LastProfiles(_made(out))
     agent = Agent(
@@ -87,7 +92,7 @@ def command(
         on_profiles=lambda kind, read: profiles.take(kind, read, *_beside(agent)),
         environ=environ(),
     )
-    said = f"training a small transformer on {device}" if device else _about(source)
+    said = f"training a small transformer on {device}" if device else _about(source, recording)
     try:
         click.echo(f"gpumem-otel demo: {said}, for {duration:g} s")
         with one_line_warnings() as warnings, _stopping(agent):
@@ -119,19 +124,23 @@ def _gpu(*, asked: bool | None) -> str:
     return name
 
 
-def _replay() -> ReplaySource:
+def _replay(recording: str | None) -> ReplaySource:
     from gpumem_otel.capture.replay import ReplaySource
     from gpumem_otel.core.recording import load_recording
     from gpumem_otel.export.clock import SystemClock
 
+    if recording:
+        return ReplaySource(load_recording(recording), SystemClock())
     if not RECORDING.is_file():
         raise CommandFailed(f"{RECORDING}: not there; reinstall gpumem-otel")
     return ReplaySource(load_recording(RECORDING), SystemClock())
 
 
-def _about(source: ReplaySource | None) -> str:
+def _about(source: ReplaySource | None, recording: str | None) -> str:
     facts = source.facts if source is not None else {}
     device = facts.get("devices") or "a GPU"
+    if recording:
+        return f"replaying {recording}, of a run on {device}"
     return f"no GPU here: replaying the recording of a run on {device}"
 
 
@@ -161,15 +170,19 @@ def _config(given: InstallOptions, *, allocated: bool) -> Config:
     from gpumem_otel.options import resolve
 
     base = environ()
+    asked = resolve(base)
     options: InstallOptions = {
-        "interval_seconds": _INTERVAL_SECONDS,
         "max_stall_ratio": 0.05,  # a demo wants to be watched, not to be quick
         "profiles": ("live", "allocated") if allocated else ("live",),
-        "allocated_window_seconds": _INTERVAL_SECONDS / 4,
         "serve": True,
         **given,
     }
-    if not resolve(base).service_name:
+    interval = asked.profiles.interval_seconds
+    if "GPUMEM_OTEL_INTERVAL" not in base:
+        interval = options["interval_seconds"] = _INTERVAL_SECONDS
+    if "GPUMEM_OTEL_ALLOCATED_WINDOW" not in base:
+        options["allocated_window_seconds"] = min(_INTERVAL_SECONDS, interval) / 4
+    if not asked.service_name:
         options["service_name"] = "gpumem-demo"
     return resolve(base, **options)
 

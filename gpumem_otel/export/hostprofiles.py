@@ -30,8 +30,11 @@ def start_host_profiles(config: PyroscopeConfig, identity: Identity) -> bool:
     """
     try:
         pyroscope = import_module("pyroscope")
-    except ImportError:
-        _log.warning("host profiles asked for, but pyroscope-io is not installed")
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "pyroscope":
+            _log.warning("host profiles asked for, but pyroscope-io is not installed")
+        else:
+            _log.warning("host profiles: pyroscope-io does not fit this Python: %s", error)
         return False
     try:
         headers, basic = _credentials(config)

@@ -193,19 +193,31 @@ def _health() -> list[Panel]:
     ]
 
 
+def _by_class() -> str:
+    """Allocated now, divided as the classes were at the last read-out; whole where none are told.
+
+    The classes alone are as old as that read-out, and the stack would not add up with them.
+    """
+    allocated, classes = q.of_job("gpumem_allocated_bytes"), q.of_job("gpumem_class_bytes")
+    parts = f"sum by (tensor_class) ({classes})"
+    whole = f'label_replace(sum({allocated}), "tensor_class", "allocated", "", "")'
+    return f"{parts} * on () group_left () (sum({allocated}) / sum({classes})) or on () {whole}"
+
+
 def _memory() -> list[Panel]:
     limit = q.of_job("gpumem_limit_bytes")
     return [
         stack(
             "Used against limit: everything that adds up",
-            "Sum over the ranks and devices chosen; choose one rank to see one GPU. Allocated and "
-            "the causes of cached add up to reserved, and with outside to what the devices say is "
-            "used. Allocated grows: your tensors, see the flame graphs. Cached grows: see the "
+            "Sum over the ranks and devices chosen; choose one rank to see one GPU. The classes of "
+            "tensors add up to allocated (its parts as they were at the last read-out), with the "
+            "causes of cached to reserved, and with outside to what the devices say is used. A "
+            "class grows: your tensors, see its tower in the flame graphs. Cached grows: see the "
             "causes below. Outside grows: contexts, libraries (NCCL, cuBLAS) or another process; "
             "where ranks share a GPU it holds the other ranks' memory too. Peak is the sum of each "
             "device's own highest moment.",
             [
-                Query(f"sum({q.of_job('gpumem_allocated_bytes')})", "allocated"),
+                Query(_by_class(), "{{tensor_class}}"),
                 Query(f"sum by (cause) ({q.of_job('gpumem_cached_bytes')})", "cached: {{cause}}"),
                 Query(f"sum by (cause) ({q.of_job('gpumem_outside_bytes')})", "outside: {{cause}}"),
                 Query(f"sum({limit})", "limit", line="red"),

@@ -215,3 +215,27 @@ def test_demo_gpu_without_one(tmp_path):
     done = cli("demo", "--gpu", cwd=tmp_path, env=clean_environ(CUDA_VISIBLE_DEVICES=""))
     assert done.returncode == 1
     assert "torch sees no GPU here" in only_line(done.stderr)
+
+
+def test_a_recording_of_ones_own_is_replayed(tmp_path):
+    """The one in which a job ran out of memory."""
+    recording = Path(__file__).parents[1] / "data" / "jobs" / "oom.gpumem"
+    arguments = ("--recording", str(recording), "--port", "0", "--duration", "300")
+    with start_demo(tmp_path, *arguments) as process:
+        first = process.stdout.readline()
+        assert first.startswith(f"gpumem-otel demo: replaying {recording}, of a run on ")
+        until(process, ", step ")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=WAIT)
+    assert (process.returncode, err.strip()) == (0, "")
+
+
+def test_a_recording_that_is_none(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text("print()\n")
+    done = cli("demo", "--recording", str(file), cwd=tmp_path)
+    assert done.returncode == 2
+    assert str(file) in only_line(done.stderr)
+    both = cli("demo", "--gpu", "--recording", str(file), cwd=tmp_path)
+    assert both.returncode == 2
+    assert "--recording replays, --gpu trains" in both.stderr

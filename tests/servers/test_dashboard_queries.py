@@ -24,6 +24,7 @@ from support.cli_process import clean_environ
 from support.dashboards import BOARDS, PROMETHEUS, PYROSCOPE, panels, queries
 from support.pushes import unique
 from support.pyroscope_query import ask
+from support.said import said
 from support.servers import Prometheus, until
 from test_demo_end_to_end import url_of
 
@@ -184,6 +185,9 @@ def test_a_query_has_data(servers, asked: Asked):
     found = until(lambda: answered(servers.prometheus, asked, expression), expression, 20)
     for label in set(re.findall(r"\{\{(\w+)\}\}", asked.legend)) - NO_LABEL:
         assert all(label in one["metric"] for one in found), label
+    board = asked.board["title"]
+    count = sum(one.board["title"] == board for one in queries(PROMETHEUS))
+    said("Prometheus", f"all {count} queries of the dashboard *{board}*", "each has data")
 
 
 def test_the_stack_adds_up_to_what_the_device_says_is_used(servers):
@@ -202,7 +206,7 @@ def test_the_stack_adds_up_to_what_the_device_says_is_used(servers):
         for one in stacked
     )
     assert len(stacked) == 3
-    assert total == used_bytes
+    assert total == pytest.approx(used_bytes)
 
 
 @pytest.mark.parametrize("asked", queries(PYROSCOPE), ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import urllib.error
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import yaml
 from support import alert_rules
 from support.kubernetes import ControlPlane, helm, rendered
+from support.said import said
 from support.servers import program as server_program
 
 pytestmark = pytest.mark.servers
@@ -44,11 +46,13 @@ def there(cluster) -> set[str]:
 
 @pytest.mark.parametrize("values", CI, ids=lambda path: path.stem)
 def test_lint_has_nothing_to_say(values):
-    said = helm(None, "lint", "--strict", str(CHART), "-f", str(values))
+    output = helm(None, "lint", "--strict", str(CHART), "-f", str(values))
 
-    assert "1 chart(s) linted, 0 chart(s) failed" in said
-    assert "[WARNING]" not in said
-    assert "[ERROR]" not in said
+    answer = "1 chart(s) linted, 0 chart(s) failed"
+    assert answer in output
+    assert "[WARNING]" not in output
+    assert "[ERROR]" not in output
+    said("Helm", f"`lint --strict` with each of {len(CI)} files in `ci/`", f"`{answer}`")
 
 
 @pytest.mark.parametrize("values", CI, ids=lambda path: path.stem)
@@ -60,6 +64,8 @@ def test_the_server_knows_every_field(cluster, values):
     for one in objects:
         made = cluster.create(one, dry_run=True)
         assert made["metadata"]["labels"]["app.kubernetes.io/managed-by"] == "Helm"
+    asked = f"every object of the chart with each of {len(CI)} files in `ci/`, fields strict"
+    said("kube-apiserver", asked, "created (dry run)")
 
 
 def test_strict_validation_does_refuse_a_misspelt_field(cluster):
@@ -69,6 +75,7 @@ def test_strict_validation_does_refuse_a_misspelt_field(cluster):
 
     with pytest.raises(urllib.error.HTTPError, match="honourLabels"):
         cluster.create(monitor, dry_run=True)
+    said("kube-apiserver", "a misspelt field (`honourLabels`)", "`unknown field`, refused")
 
 
 def test_the_rules_are_the_shipped_ones():
@@ -131,6 +138,9 @@ def test_a_package_has_all_that_the_checkout_has(tmp_path):
         ("inject.env[0].name=LD_PRELOAD,inject.env[0].value=x", "pattern"),
         ("inject.env[0].name=GPUMEM_OTEL_PORT,inject.env[0].value=x", "not"),
         ("port=70000", "port"),
+        ("alloy.enabled=true", "url"),
+        ("alloy.pyroscope.url=https://user:password@host", "url"),
+        ("alloy.pyroscope.password=secret", "password"),
     ],
 )
 def test_values_that_can_not_be_meant_are_refused(given, reason):
@@ -196,8 +206,10 @@ def test_install_upgrade_rollback_and_uninstall_that_leaves_nothing(cluster):
     notes = release("install", str(CHART), *given)
     installed = there(cluster)
     token = tokens()
-    assert "On: podMonitor, prometheusRule, dashboards, inject, token, networkPolicy." in notes
-    assert len(installed - before) == 11  # the release's own Secret and what everything makes
+    parts = "podMonitor, prometheusRule, dashboards, inject, token, networkPolicy, alloy"
+    assert f"On: {parts}." in notes
+    # the release's own Secret, what everything makes, and the server's note of a Service's address
+    assert len(installed - before) == 16
     assert image() == "registry.example.com/gpumem-otel-inject:nightly"
     assert len(token) == 1
 
@@ -223,6 +235,11 @@ def test_install_upgrade_rollback_and_uninstall_that_leaves_nothing(cluster):
 
     release("uninstall")
     assert there(cluster) == before
+    said(
+        "Helm",
+        "`install`, `upgrade` twice, `rollback`, `uninstall`",
+        "done; then no object is left",
+    )
 
 
 def test_two_releases_of_one_name_in_two_namespaces_do_not_meet(cluster):
@@ -269,3 +286,35 @@ def test_the_network_policy_leaves_every_other_port_open():
     denied = template("-f", str(CHART / "ci" / "network-policy-denied-values.yaml"))
     assert [one["metadata"]["namespace"] for one in denied] == ["training", "research"]
     assert [len(one["spec"]["ingress"]) for one in denied] == [1, 1]
+
+
+def test_each_namespace_has_an_alloy_of_its_own():
+    """It says whose the profiles are, so its namespace is its own word and its port its own."""
+    objects = template("-f", str(CHART / "ci" / "alloy-values.yaml"))
+
+    kinds = {(one["kind"], one["metadata"]["namespace"]) for one in objects}
+    assert kinds == {
+        (kind, namespace)
+        for kind in ("ConfigMap", "Service", "NetworkPolicy", "DaemonSet")
+        for namespace in ("training", "research")
+    }
+    by_kind = {one["kind"]: one for one in objects}
+    shipped = (ROOT / "deploy" / "alloy" / "push.alloy").read_text()
+    assert by_kind["ConfigMap"]["data"] == {"push.alloy": shipped}
+    pod = by_kind["DaemonSet"]["spec"]["template"]
+    selected = by_kind["DaemonSet"]["spec"]["selector"]["matchLabels"]
+    assert selected.items() <= pod["metadata"]["labels"].items()
+    assert by_kind["Service"]["spec"]["selector"] == selected
+    assert by_kind["Service"]["spec"]["internalTrafficPolicy"] == "Local"
+    assert by_kind["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == selected
+    (ingress,) = by_kind["NetworkPolicy"]["spec"]["ingress"]
+    assert ingress["from"] == [{"podSelector": {}}]
+    (container,) = pod["spec"]["containers"]
+    given = {one["name"]: one for one in container["env"]}
+    used = set(re.findall(r'sys\.env\("(\w+)"\)', shipped))
+    assert used == set(given)
+    assert given["POD_NAMESPACE"]["valueFrom"]["fieldRef"] == {"fieldPath": "metadata.namespace"}
+    assert given["PYROSCOPE_BASIC_AUTH_PASSWORD"]["valueFrom"] == {
+        "secretKeyRef": {"name": "pyroscope-writers", "key": "secret"}
+    }
+    assert pod["spec"]["automountServiceAccountToken"] is False

@@ -19,6 +19,7 @@ import yaml
 from support.cli_process import clean_environ
 from support.kubernetes import ControlPlane, helm
 from support.pods import LABEL, both, container, differences, env, gpus, pod, ports, variables
+from support.said import said
 from support.servers import until
 
 pytestmark = pytest.mark.servers
@@ -110,6 +111,8 @@ def test_a_pod_gets_what_the_exporter_needs(cluster):
     (init,) = made["spec"]["initContainers"]
     assert init["image"] == IMAGE
     assert init["volumeMounts"] == [{"name": "gpumem-otel", "mountPath": "/gpumem-otel"}]
+    asked = "a pod with the label, through the MutatingAdmissionPolicy"
+    said("kube-apiserver", asked, "our lines are added, nothing of the pod's own is changed")
 
 
 FULL = pod(

@@ -15,11 +15,13 @@ import urllib.error
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import yaml
 from support import observations as obs
 from support.kubernetes import TOKEN, ControlPlane, Operator, helm
+from support.said import said
 from support.servers import Prometheus, free_port, program, until
 
 from gpumem_otel.core.counters import Counters
@@ -179,9 +181,26 @@ def run_pod(cluster: ControlPlane, name: str, labels: dict, phase: str = "Runnin
     return made
 
 
+class Scraped(NamedTuple):
+    """What there is at the end of the way.
+
+    Attributes:
+        base: port of rank 0.
+        made: the operator's configuration.
+        before: paths of all objects before `helm install`.
+    """
+
+    prometheus: Prometheus
+    base: int
+    made: dict
+    cluster: ControlPlane
+    operator: Operator
+    before: set[str]
+
+
 @pytest.fixture(scope="module")
 def scraped(tmp_path_factory):
-    """The whole way; gives (Prometheus, base port)."""
+    """The whole way."""
     folder = tmp_path_factory.mktemp("scrape")
     program("prometheus")
     base = free_ports(2 * len(RANKS))
@@ -192,6 +211,7 @@ def scraped(tmp_path_factory):
             cluster.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
         values = folder / "values.yaml"
         values.write_text(yaml.safe_dump(chart_values(base)))
+        before = set(cluster.objects())
         helm(cluster, "install", "g", str(CHART), "-n", "monitoring", "-f", str(values))
         secret = cluster.get("v1", "Secret", "g-gpumem-otel-token", "monitoring")
         stack.enter_context(ranks(base, base64.b64decode(secret["data"]["token"]).decode()))
@@ -211,7 +231,7 @@ def scraped(tmp_path_factory):
             "the operator to make a configuration",
         )
         prometheus = OperatedPrometheus(folder / "prometheus", cluster, made)
-        yield stack.enter_context(prometheus), base, made
+        yield Scraped(stack.enter_context(prometheus), base, made, cluster, operator, before)
 
 
 def chart_values(base: int) -> dict:
@@ -247,7 +267,7 @@ def complete(cluster: ControlPlane, made: dict | None) -> dict | None:
 
 
 def test_every_rank_is_a_target_with_its_pods_labels(scraped):
-    prometheus, base, _ = scraped
+    prometheus, base = scraped.prometheus, scraped.base
 
     def ask():
         targets = prometheus.api("targets", state="active")["activeTargets"]
@@ -270,10 +290,12 @@ def test_every_rank_is_a_target_with_its_pods_labels(scraped):
     assert [(one["pod"], one["job"], one["instance"]) for one in others] == [
         ("by-hand", "monitoring/g-gpumem-otel", f"127.0.0.1:{base + 3}")
     ]
+    asked = "the operator's configuration, a pod of eight ranks on one address"
+    said("Prometheus", asked, "eight targets up, with the pod's labels")
 
 
 def test_every_rank_is_a_series(scraped):
-    prometheus, _, _ = scraped
+    prometheus = scraped.prometheus
     query = 'gpumem_allocated_bytes{job="llm-train"}'
 
     series = prometheus.wait_for_series(query, len(RANKS))
@@ -284,7 +306,7 @@ def test_every_rank_is_a_series(scraped):
 
 
 def test_only_our_metrics_are_stored_and_without_those_that_were_dropped(scraped):
-    prometheus, _, _ = scraped
+    prometheus = scraped.prometheus
     prometheus.wait_for_series('gpumem_allocated_bytes{job="llm-train"}', len(RANKS))
 
     series = prometheus.series('{job="llm-train", __name__!~"rank:.*|job.*|ALERTS.*"}')
@@ -298,16 +320,16 @@ def test_only_our_metrics_are_stored_and_without_those_that_were_dropped(scraped
 
 
 def test_the_limits_are_in_the_configuration(scraped):
-    _, _, made = scraped
-    (job,) = made["scrape_configs"]
+    (job,) = scraped.made["scrape_configs"]
 
     assert job["honor_labels"] is False
     assert job["sample_limit"] == 2000
     assert job["kubernetes_sd_configs"][0]["role"] == "pod"
+    said("prometheus-operator", "the PodMonitor", "a scrape configuration with its limits")
 
 
 def test_the_alert_of_a_rank_that_ran_out_of_memory_fires(scraped):
-    prometheus, _, _ = scraped
+    prometheus = scraped.prometheus
 
     def ask():
         found = prometheus.api("alerts")["alerts"]
@@ -322,3 +344,24 @@ def test_the_alert_of_a_rank_that_ran_out_of_memory_fires(scraped):
         "job": "llm-train",
     }
     assert "rank 5 device 0: 2" in alert["annotations"]["description"]
+    asked = "the PrometheusRule, as the operator wrote it; rank 5 of eight ran out of memory"
+    said("Prometheus", asked, "GpumemOom firing, with that rank in its text")
+
+
+def test_after_uninstall_nothing_of_it_is_left(scraped):
+    """The last test of the way: neither an object, nor a target, nor a change to a new pod."""
+    cluster, operator = scraped.cluster, scraped.operator
+
+    helm(cluster, "uninstall", "g", "-n", "monitoring")
+
+    def released() -> bool:
+        made = operator.configuration("p", "monitoring")
+        return made is not None and not made.get("scrape_configs")
+
+    until(released, "the operator to take the targets out")
+    left = {path for path in set(cluster.objects()) - scraped.before if "gpumem" in path}
+    assert left == set()
+    ours = {"gpumem-otel/inject": "true"}
+    until(lambda: not taken_in(cluster, ours), "the policy to be forgotten")
+    asked = "the same after `helm uninstall`"
+    said("prometheus-operator", asked, "no target; no object is left, no pod is changed")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support import observations as obs
+from support.said import said
 from support.servers import Collector, Prometheus, program
 
 from gpumem_otel.core.counters import Counters
@@ -120,6 +121,7 @@ def test_promtool_has_nothing_to_say():
             timeout=60,
         )
         assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
+        said("promtool", f"`check metrics` of `/metrics`, level {level.value}", "nothing")
 
 
 def test_scraped(tmp_path):

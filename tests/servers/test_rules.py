@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from support import alert_rules
 from support.cli_process import WAIT
+from support.said import said
 from support.servers import Prometheus, program, until
 
 pytestmark = pytest.mark.servers
@@ -29,13 +30,15 @@ def count() -> int:
 
 
 def test_promtool_accepts_the_rules():
-    said = promtool("check", "rules", "--lint=all", "--lint-fatal", alert_rules.RULES)
-    assert f"SUCCESS: {count()} rules found" in said
+    answer = f"SUCCESS: {count()} rules found"
+    assert answer in promtool("check", "rules", "--lint=all", "--lint-fatal", alert_rules.RULES)
+    said("promtool", "`check rules --lint=all --lint-fatal` of the rules", f"`{answer}`")
 
 
 @pytest.mark.parametrize("path", alert_rules.RULE_TESTS, ids=lambda path: path.stem)
 def test_the_rules_pass_their_own_tests(path):
     assert "SUCCESS" in promtool("test", "rules", path)
+    said("promtool", f"`test rules` of `{path.name}`", "`SUCCESS`")
 
 
 def test_a_test_of_the_rules_can_fail(tmp_path):
@@ -198,4 +201,5 @@ def test_an_oom_of_a_scraped_job_is_one_alert_with_its_worst_three_ranks(tmp_pat
         known = until(evaluated, "all rules to be evaluated")
         assert len(known) == count()
         assert {rule["health"] for rule in known} == {"ok"}
+        said("Prometheus", "to evaluate the rules", f"health `ok` of all {count()}")
         assert prometheus.series("job:gpumem_target_info:count").popitem()[1] == 4

@@ -7,8 +7,7 @@
 # FOLDER is ${GPUMEM_CACHE:-$HOME/.cache/gpumem-otel}/k8s/bin by default. What is there and current
 # is kept, so a second run takes a second; a run that was cut off goes on where it was. Needs Go, as
 # go.mod says, and the Go module proxy. All are of one module, so that they share Kubernetes'
-# libraries. From nothing: 15 minutes of CPU time, 8 minutes on two cores that are free; with Go's own
-# caches a changed pin or flag takes a minute.
+# libraries. docs/checked.md has what it costs from nothing.
 set -euo pipefail
 cd "$(dirname "$0")"
 
@@ -16,31 +15,18 @@ bin="${1:-${GPUMEM_CACHE:-$HOME/.cache/gpumem-otel}/k8s/bin}"
 mkdir -p "$bin"
 bin="$(cd "$bin" && pwd)"
 
-command -v go >/dev/null || {
-    echo "build.sh: Go is missing; install the version that $PWD/go.mod names" >&2
-    exit 1
-}
-export CGO_ENABLED=0 GOTOOLCHAIN=local GOFLAGS=-buildvcs=false
+source ../building.sh
+exclusive "$bin"
 
-pins="$({ cat go.mod go.sum build.sh; go version; } | sha256sum | cut -d ' ' -f 1)"
-
-# current NAME: whether that program or folder is there, made from these pins.
-current() { [ -e "$bin/$1" ] && [ "$(cat "$bin/.$1.pins" 2>/dev/null)" = "$pins" ]; }
-
-# ready NAME: it is in its place now.
-ready() {
-    echo "$pins" >"$bin/.$1.pins"
-    echo "build.sh: $1 is ready ($SECONDS s)"
-}
+pins="$({ cat go.mod go.sum build.sh ../building.sh; go version; } | sha256sum | cut -d ' ' -f 1)"
 
 # tool PACKAGE NAME [FLAGS]: a program, with flags for the linker.
 tool() {
-    current "$2" && return
+    current "$2" "$pins" && return
     local new
     new="$(mktemp "$bin/.new.XXXXXX")"
-    go build -mod=readonly -trimpath -ldflags "-s -w ${3:-}" -o "$new" "$1"
-    mv -f "$new" "$bin/$2"
-    ready "$2"
+    build "$new" "$1" -ldflags "-s -w ${3:-}"
+    place "$new" "$2" "$pins"
 }
 
 # version MODULE: the one that go.mod pins.
@@ -63,10 +49,10 @@ tool k8s.io/kubernetes/cmd/kube-apiserver kube-apiserver \
 
 tool github.com/prometheus-operator/prometheus-operator/cmd/operator operator
 
-if ! current crds; then
+if ! current crds "$pins"; then
     source="$(go list -mod=readonly -m -f '{{.Dir}}' github.com/prometheus-operator/prometheus-operator)"
-    rm -rf "$bin/crds"
-    mkdir "$bin/crds"
-    cp "$source"/example/prometheus-operator-crd/*.yaml "$bin/crds/"
-    ready crds
+    new="$(mktemp -d "$bin/.new.XXXXXX")"
+    chmod 755 "$new"
+    cp "$source"/example/prometheus-operator-crd/*.yaml "$new/"
+    place "$new" crds "$pins"
 fi

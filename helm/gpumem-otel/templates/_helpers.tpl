@@ -18,7 +18,7 @@
 
 {{/*
 Labels of every object: list of the root and of labels of its own. None of the chart's is ever in a
-selector: nothing here selects its own objects.
+selector: what selects objects of this chart does so by a label of its own.
 */}}
 {{- define "gpumem-otel.labels" -}}
 {{- $root := index . 0 -}}
@@ -48,6 +48,16 @@ selector: nothing here selects its own objects.
 {{- printf "%s@%s" $repository .digest -}}
 {{- else -}}
 {{- printf "%s:%s" $repository (default $.Chart.AppVersion .tag) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "gpumem-otel.alloyImage" -}}
+{{- with .Values.alloy.image -}}
+{{- if .digest -}}
+{{- printf "%s@%s" .repository .digest -}}
+{{- else -}}
+{{- printf "%s:%s" .repository .tag -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 
+from gpumem_otel.cli import demo
 from gpumem_otel.cli.demo_listen import base_url, scrape_config
 from gpumem_otel.cli.demo_parts import LastProfiles, one_line_warnings
 from gpumem_otel.core import pprof
@@ -64,3 +65,21 @@ def test_a_scrape_config_names_its_job_and_its_scheme():
     plain = "scrape_configs: [{job_name: gpumem, static_configs: [{targets: ['[::1]:1']}]}]"
     assert scrape_config("http://[::1]:1") == plain
     assert "job_name: gpumem, scheme: https, static" in scrape_config("https://a:1")
+
+
+@pytest.mark.parametrize(
+    ("environ", "interval", "window"),
+    [
+        ({}, 2.0, 0.5),
+        ({"GPUMEM_OTEL_INTERVAL": "1"}, 1.0, 0.25),
+        ({"GPUMEM_OTEL_INTERVAL": "60"}, 60.0, 0.5),
+        ({"GPUMEM_OTEL_INTERVAL": "5", "GPUMEM_OTEL_ALLOCATED_WINDOW": "2"}, 5.0, 2.0),
+    ],
+)
+def test_the_environment_wins_over_the_demos_own_pace(monkeypatch, environ, interval, window):
+    for name in ("GPUMEM_OTEL_INTERVAL", "GPUMEM_OTEL_ALLOCATED_WINDOW"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    profiles = demo._config({}, allocated=True).profiles
+    assert (profiles.interval_seconds, profiles.allocated_window_seconds) == (interval, window)

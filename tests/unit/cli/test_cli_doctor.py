@@ -174,3 +174,28 @@ def test_json_and_exit_code(capsys, monkeypatch, no_torch):
     assert main(["doctor", "--require-gpu"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("problem  torch ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import pyroscope_native", "ModuleNotFoundError: No module named 'pyroscope_native'"),
+        ("import os; os._exit(3)", "its import ended with 3"),
+    ],
+)
+@pytest.mark.parametrize("asked", [True, False])
+def test_host_profiles_whose_binary_does_not_fit(tmp_path, monkeypatch, text, reason, asked):
+    pytest.importorskip("pyroscope")
+    (tmp_path / "pyroscope.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    environ = {"GPUMEM_OTEL_RUN_DIR": str(tmp_path), "GPUMEM_OTEL_HOST_PROFILES": str(int(asked))}
+    (check,) = named(environ, "host profiles")
+    assert check.status == (checks.PROBLEM if asked else checks.MISSING)
+    assert check.detail.startswith("pyroscope-io ")
+    assert check.detail.endswith(f" does not work here: {reason}")
+
+
+def test_host_profiles_that_can_be_had(tmp_path):
+    pytest.importorskip("pyroscope")
+    (check,) = named({"GPUMEM_OTEL_RUN_DIR": str(tmp_path)}, "host profiles")
+    assert check.status == checks.OK

@@ -107,3 +107,20 @@ def test_settings_that_it_does_not_follow_are_named(configured, said):
         "host profiles: pyroscope-io does not follow ca_file, client_cert_file, proxy;"
         " it connects without"
     )
+
+
+def test_a_binary_of_another_python_is_not_called_absent(said, tmp_path, monkeypatch):
+    """The package is there, and what it imports has no file for this Python."""
+    (tmp_path / "pyroscope.py").write_text("import pyroscope_native_of_another_python\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "pyroscope", raising=False)
+    assert not start_host_profiles(PyroscopeConfig(url="http://h"), JOB)
+    assert said() == [
+        (
+            "WARNING",
+            (
+                "host profiles: pyroscope-io does not fit this Python: "
+                "No module named 'pyroscope_native_of_another_python'"
+            ),
+        )
+    ]
