@@ -251,13 +251,13 @@ class Agent:
         self.counters.reset_lock_after_fork()
         if self._listener is not None:
             self._guard.run("fork", self._listener.close_in_child)
-        if self._pusher is not None:
-            self._guard.run("fork", self._pusher.abandon_after_fork)
-        if self._transport is not None:
-            self._guard.run("fork", self._transport.abandon_after_fork)
-        if self._ooms is not None:
-            self._guard.run("fork", self._ooms.abandon_after_fork)
+        for part in (self._pusher, self._transport, self._ooms):
+            if part is not None:
+                self._guard.run("fork", part.abandon_after_fork)
         was_armed, was_stopped, source = self._armed, self._stopped, self._source
+        for hooks in (self._step_counter, self.tensors) if was_armed else ():  # no CUDA here
+            if hooks is not None:
+                self._guard.run("fork", hooks.stop)
         self._reset()
         self._stopped = was_stopped
         if was_armed or self._given_source is not None:

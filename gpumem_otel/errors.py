@@ -8,7 +8,7 @@ and goes on. Messages are one line: the thing, the reason, the way out.
     +-- SnapshotError          a snapshot or recording file that can not be read
     +-- NoHistoryError         a file that was read, and does not hold what was asked of it
     +-- CaptureError           the allocator could not be read, or recording not switched
-        +-- BusyError          what is needed for it the job uses itself just now
+        +-- BusyError          what is needed for it is in use just now
     +-- EncodeError            a profile that does not fit the wire format
     +-- PushError              a server refused a profile, or did not answer
     +-- ServeError             the listener could not be set up
@@ -66,7 +66,7 @@ class CaptureError(GpumemError):
 
 
 class BusyError(CaptureError):
-    """What is needed for it the job uses itself just now, so that it waits for another time."""
+    """What is needed for it is in use just now, by the job or another reader: it waits."""
 
 
 class EncodeError(GpumemError):

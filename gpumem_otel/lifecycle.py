@@ -6,10 +6,12 @@ import atexit
 import os
 import threading
 import weakref
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gpumem_otel.agent import Agent
 from gpumem_otel.config import process_environ
+from gpumem_otel.errors import ConfigError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.options import resolve
 
@@ -42,7 +44,7 @@ class _State:
         self.lock = threading.RLock()
         self.agent: Agent | None = None
         self.at_fork = False
-        self.watched: dict[int, tuple[str, weakref.ReferenceType[object]]] = {}
+        self.watched: dict[tuple[str, int], weakref.ReferenceType[object]] = {}
         self.unwatchable: set[str] = set()
         self.participants: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
@@ -117,43 +119,59 @@ def watch(*objects: object, **named: object) -> None:
 
         gpumem_otel.watch(model, optimizer, kv_cache=cache)
 
-    A watched model's inputs are told apart too, by hooks on it alone; a server, which steps no
-    optimizer, has its parameters read after forwards without gradients. The keyword is a tensor
-    class of docs/tensor-classes.md. Held weakly, so that nothing is kept alive; of a list, a
-    tuple or a dict what is in it now.
+    A watched model's inputs are told apart too, by hooks on it alone (`torch.jit.script` and
+    `make_graphed_callables` refuse models with hooks: watch it after them); a server, which steps
+    no optimizer, has its parameters read after forwards without gradients. The keyword is a tensor
+    class of docs/tensor-classes.md. Held weakly, so that nothing is kept alive; of a list, a tuple
+    or a dict what is in it now.
     """
     todo = [*(("", item) for item in objects), *named.items()]
+    opened: set[int] = set()
     while todo:
         name, item = todo.pop()
         if isinstance(item, dict | list | tuple | set):
+            if id(item) in opened:
+                continue
+            opened.add(id(item))
             inside = item.values() if isinstance(item, dict) else item
             todo += [(name, inner) for inner in inside]
             continue
+        key = name, id(item)
         try:
             # the entry goes with its object
-            reference = weakref.ref(item, lambda gone: _STATE.watched.pop(id(gone), None))
+            reference = weakref.ref(item, partial(_forget, key))
         except TypeError:
             kind = type(item).__name__
             if kind not in _STATE.unwatchable:
                 _STATE.unwatchable.add(kind)
                 _log.warning("watch: no weak reference to %s objects", kind)
             continue
-        _STATE.watched[id(reference)] = (name, reference)
+        _STATE.watched[key] = reference
         agent = _STATE.agent
         if agent is not None:
             agent.watch(name, item)
 
 
+def _forget(key: tuple[str, int], gone: object) -> None:  # noqa: ARG001 - as weakref calls it
+    _STATE.watched.pop(key, None)
+
+
 def watched() -> Iterator[tuple[str, object]]:
     """(name, object) of what is watched and still alive; the name is "" where none was given."""
-    for name, reference in list(_STATE.watched.values()):
+    for (name, _), reference in list(_STATE.watched.items()):
         item = reference()
         if item is not None:
             yield name, item
 
 
 def participant(thread: threading.Thread | None = None) -> None:
-    """Say that a thread (this one by default) uses the GPU and stops at safe points by itself."""
+    """Say that a thread (this one by default) uses the GPU and stops at safe points by itself.
+
+    Raises:
+        ConfigError: it is no thread.
+    """
+    if thread is not None and not isinstance(thread, threading.Thread):
+        raise ConfigError(f"participant: {type(thread).__name__!r} is no threading.Thread")
     _STATE.participants.add(thread or threading.current_thread())
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import html
 import shlex
 import sys
 from pathlib import Path
@@ -63,7 +64,7 @@ class MemoryNow:
         """Text, and in a notebook the page with the flame graph where it was built."""
         shown = {"text/plain": str(self)}
         if self.profile is not None:
-            counters = f"<pre>{self._counters}</pre>"
+            counters = f"<pre>{html.escape(self._counters)}</pre>"
             shown["text/html"] = counters + self.profile._repr_html_()
         return shown
 

@@ -10,13 +10,13 @@ that `gpumem-otel flamegraph` writes.
 from __future__ import annotations
 
 import html
+import os
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from gpumem_otel.core.model import ProfileKind
 from gpumem_otel.errors import ConfigError, MissingPackageError, NoHistoryError
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Sequence
     from typing import BinaryIO, TypeAlias
 
@@ -53,8 +53,12 @@ def load_snapshot(path: str | os.PathLike[str] | BinaryIO, *, name: str | None =
 
     Raises:
         SnapshotError: it can not be read or is no snapshot.
+        ConfigError: it is neither a name nor a file.
     """
     from gpumem_otel.core.opened import open_file
+
+    if not isinstance(path, str | os.PathLike) and not hasattr(path, "read"):
+        raise ConfigError(f"load_snapshot: {type(path).__name__!r} is no file name and no file")
 
     return Snapshot(open_file(path, name=name))
 
@@ -136,6 +140,8 @@ class Snapshot:
         Raises:
             ConfigError, NoHistoryError: as `profile`.
         """
+        if not isinstance(before, Snapshot):
+            raise ConfigError(f"diff: {type(before).__name__!r} is no Snapshot")
         return self.profile(kind, device).diff(before.profile(kind, device))
 
     def to_pandas(self, table: Table = "blocks", device: int | None = None) -> pd.DataFrame:
@@ -258,6 +264,8 @@ class Profile:
         """
         from gpumem_otel.core import heap
 
+        if not isinstance(before, Profile):
+            raise ConfigError(f"diff: {type(before).__name__!r} is no Profile")
         try:
             heap.alike((before.heap, self.heap))
         except ValueError as error:

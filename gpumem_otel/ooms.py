@@ -12,6 +12,7 @@ import contextlib
 import os
 import sys
 import time
+from collections import deque
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -45,10 +46,13 @@ if TYPE_CHECKING:
     from gpumem_otel.export.transport import Transport
     from gpumem_otel.serve.server import Listener
 
-__all__ = ["PUSHING_RANKS", "WAIT_SECONDS", "OomDesk"]
+__all__ = ["MAX_SNAPSHOTS", "PUSHING_RANKS", "WAIT_SECONDS", "OomDesk"]
 
 WAIT_SECONDS = 2.0
 """What the way out of a process waits for its profiles, all in all."""
+
+MAX_SNAPSHOTS = 8
+"""Files of one process in the folder for torch's snapshots; a job may fail and survive for days."""
 
 PUSHING_RANKS = 8
 """Ranks below it send; a thousand ranks that fail together would be refused."""
@@ -75,7 +79,7 @@ class OomDesk:
         source: read at the moment of a failure.
         reader: makes the profiles.
         answers: who this process is, its steps; encodes.
-        counters: `exporter_errors` of stage `oom`.
+        counters: `exporter_errors` of stage `oom`, `exporter_dropped` for reason `spool`.
         listener: its /metrics are left to a supervisor, where there is one.
         otel: exports at once.
 
@@ -116,10 +120,13 @@ class OomDesk:
             self._sink = PyroscopeSink(
                 self._transport, config.pyroscope, answers.identity, counters
             )
-        self._spool = Spool(config.spool_dir)
+        self._spool = Spool(config.spool_dir, on_dropped=self._dropped)
         self._sending = ""
-        self._said: set[str] = set()
-        self._urgent: Urgent[_Item] = Urgent(self._handle, seconds=config.pyroscope.timeout_seconds)
+        self._said: set[type[Exception]] = set()
+        self._snapshots: deque[Path] = deque()
+        self._urgent: Urgent[_Item] = Urgent(
+            self._handle, seconds=config.pyroscope.timeout_seconds, on_dropped=self._dropped
+        )
         self._watch = OomWatch(
             source, counters=counters, on_failure=self._put, on_counted=self._put_counted
         )
@@ -172,7 +179,11 @@ class OomDesk:
 
     def _put_counted(self) -> None:
         self._way_out.start()
-        self._urgent.put(_Told.COUNTED)
+        # behind a push that hangs, many of them would crowd out the failures
+        self._urgent.put(_Told.COUNTED, once=True)
+
+    def _dropped(self) -> None:
+        self._counters.add("exporter_dropped", reason="spool")
 
     def _before_exit(self, error: BaseException | None, ending: bool) -> None:
         """An exception ends the process, or a thread: the last moment at which memory is held."""
@@ -206,10 +217,12 @@ class OomDesk:
             action()
         except Exception as error:
             self._counters.add("exporter_errors", stage=stage)
-            text = f"{type(error).__name__}: {error}"
-            if text not in self._said:
-                self._said.add(text)
-                _log.warning("an out-of-memory could not be told of in full: %s", text)
+            kind = type(error)  # not its text, which may hold the name of a file
+            if kind not in self._said:
+                self._said.add(kind)
+                _log.warning(
+                    "an out-of-memory could not be told of in full: %s: %s", kind.__name__, error
+                )
 
     def _leave_last_words(self, listener: Listener) -> None:
         """Leave /metrics as it is now to who serves it once this process is gone."""
@@ -289,7 +302,8 @@ class OomDesk:
             sink.send(data, labels, seconds)
         except PushError as error:
             self._counters.add("exporter_errors", stage="push")
-            self._say_kept(oom, self._give_back(), str(error))
+            self._give_back()  # who waited for it in vain may have done so before
+            self._say_kept(oom, self._spool.free_name(kept), str(error))
         else:
             self._sending = ""
             self._counters.set("last_push_timestamp_seconds", oom.time_ns / 1e9, kind="oom")
@@ -304,14 +318,15 @@ class OomDesk:
         if self._transport is not None:
             self._transport.close()
 
-    def _give_back(self) -> str:
-        """The file that was being sent waits for `gpumem-otel push`; its name, "" for none."""
+    def _give_back(self) -> None:
+        """The file that was being sent waits for `gpumem-otel push`."""
         kept, self._sending = self._sending, ""
-        return self._spool.release(kept) if kept else ""
+        if kept:
+            self._spool.release(kept)
 
     def _say_kept(self, oom: OutOfMemory, kept: str, why: str) -> None:
         if not kept:
-            self._counters.add("exporter_dropped", reason="spool")
+            self._dropped()
             _log.warning(
                 "the profile of oom_id %s is lost: %s, and %s can not be written",
                 oom.oom_id, why, self._spool.folder,
@@ -336,9 +351,16 @@ class OomDesk:
         data = dumpform.dumped(raw, target.name)
         temporary = target.with_suffix(".part")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-        temporary.rename(target)
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(data)
+            temporary.rename(target)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+        self._snapshots.append(target)
+        if len(self._snapshots) > MAX_SNAPSHOTS:
+            self._snapshots.popleft().unlink(missing_ok=True)
         _log.warning("the snapshot of oom_id %s is %s", oom.oom_id, target)
 
 

@@ -13,6 +13,7 @@ import atexit
 import functools
 import os
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from gpumem_otel.capture.lines import LineRecorder, publish
@@ -21,7 +22,7 @@ from gpumem_otel.errors import ConfigError
 from gpumem_otel.linereport import LineReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from contextlib import ExitStack
     from typing import TextIO
 
@@ -235,6 +236,7 @@ def profile(
     Raises:
         ConfigError: there is no Python code in it.
     """
+    _check_columns(columns)
     if target is None:
         return functools.partial(_profile, columns=tuple(columns), enable=enable, show=show)
     return _profile(target, columns=tuple(columns), enable=enable, show=show)
@@ -255,6 +257,7 @@ def profile_every(
     """
     if type(output_interval) is not int or output_interval < 1:
         raise ConfigError(f"profile_every({output_interval!r}): give a whole number from 1 on")
+    _check_columns(columns)
     return functools.partial(
         _profile, columns=tuple(columns), enable=enable, show=False, every=output_interval
     )
@@ -314,6 +317,8 @@ def _check_columns(columns: Sequence[object]) -> None:
     Raises:
         ConfigError: one can not.
     """
+    if isinstance(columns, str) or not isinstance(columns, Sequence):
+        raise ConfigError(f"columns: {columns!r} is no tuple of names, such as ('...',)")
     for name in columns:
         if not isinstance(name, str) or len(name.split(".")) not in {1, 3}:
             raise ConfigError(

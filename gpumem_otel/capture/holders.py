@@ -110,7 +110,7 @@ class _Matching:
         if not self._asked_address:
             return storage._cdata in self._identities  # noqa: SLF001
         start = address_of(storage)
-        if not start <= self._asked_address < start + storage.nbytes():
+        if not start or not start <= self._asked_address < start + storage.nbytes():
             return False
         self.device = self.device or str(storage.device)
         self.size = max(self.size, storage.nbytes())

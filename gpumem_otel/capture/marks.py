@@ -40,6 +40,14 @@ class Mark:
         self.below = below
         self.closed = False
 
+    def let_go(self) -> None:
+        """Stand on no mark that is closed, but on what that one stood on.
+
+        Else threads whose regions always overlap would make a chain without an end.
+        """
+        while self.below is not None and self.below.closed:
+            self.before, self.below = self.below.before, self.below.below
+
 
 class _Open(threading.local):
     """Marks of ours that are set, the newest last; of each thread its own."""
@@ -68,7 +76,7 @@ class AllocationMarks:
         self._per_thread = per_thread
         self._mine = _Open()
         self._shared: list[Mark] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may enter a region within `enter`
         self._pid = os.getpid()
         self.supported = callable(self._get) and callable(self._set)
         ask = getattr(c, "_cuda_memoryMetadataSupported", None)
@@ -85,7 +93,10 @@ class AllocationMarks:
                 marks = self._marks()
                 device = -1 if self._per_thread else self._device()
                 before = get()
-                mark = Mark(text, device, before, _newest(marks, device, before))
+                below = _newest(marks, device, before)
+                if below is not None:
+                    below.let_go()
+                mark = Mark(text, device, before, below)
                 put(text)
                 marks.append(mark)
                 return mark
@@ -117,10 +128,8 @@ class AllocationMarks:
         others = self._marks()
         if any(other.text == mark.text and other.device == mark.device for other in others):
             return
-        found = mark
-        while found.below is not None and found.below.closed:
-            found = found.below  # a region that another thread has ended since
-        put(found.before)
+        mark.let_go()  # of regions that another thread has ended since
+        put(mark.before)
 
     def _on_device(self, device: int, action: Callable[[], None]) -> None:
         """The string is the device's: the one that was current when it was set."""

@@ -43,15 +43,24 @@ class ProcessMemory:
         self._broken = False
         self._known: dict[str, tuple[float, int | None]] = {}
 
-    def used_bytes(self, uuid: str) -> int | None:
+    def used_bytes(self, uuid: str, reserved_bytes: int) -> int | None:
         """What this process holds on the device, its context and libraries included.
+
+        What it holds beside the allocator is up to ten seconds old, what the allocator holds is of
+        now: a job that grows meanwhile has not grown its context.
 
         Args:
             uuid: `GPU-...` or `MIG-...`.
+            reserved_bytes: of that by the allocator, now.
 
         Returns:
-            None where NVML is not there, does not know this process, or the device.
+            None where NVML is not there, does not know this process, or the device. A process
+            that is said to use less than it has reserved is another one with the same number.
         """
+        beside = self._beside(uuid, reserved_bytes)
+        return None if beside is None else reserved_bytes + beside
+
+    def _beside(self, uuid: str, reserved_bytes: int) -> int | None:
         if self._broken or not uuid:
             return None
         now = self._monotonic()
@@ -59,7 +68,7 @@ class ProcessMemory:
         if now - asked < _ASK_EVERY_SECONDS:
             return value
         try:
-            value = self._ask(uuid)
+            used = self._ask(uuid)
         except ImportError:
             self._broken = True
             return None
@@ -67,6 +76,7 @@ class ProcessMemory:
             self._broken = True
             _log.info("NVML is asked no more, memory outside stays unknown: %s", error)
             return None
+        value = None if used is None or used < reserved_bytes else used - reserved_bytes
         self._known[uuid] = (now, value)
         return value
 

@@ -250,8 +250,8 @@ class Recorder:
             frees: record frees too: one event each where torch can skip the second (2.11).
 
         Raises:
-            BusyError: the job records itself.
-            CaptureError: another window is open, or recording is off.
+            BusyError: the job records itself, or another window is open.
+            CaptureError: recording is off.
         """
         if self._started and not self._theirs and self._records_more_than_state():
             with self._lock:
@@ -263,7 +263,7 @@ class Recorder:
             if self._theirs:
                 raise BusyError("window: the job records memory history itself; stop that first")
             if self._window:
-                raise CaptureError("window: another one is open; try again when it is over")
+                raise BusyError("window: another one is open; try again when it is over")
             skip = _AND_FREES if frees else _ONLY_ALLOCATIONS
             self._switch("all", max_entries=max_events, clear=True, skip=skip)
             self._window = "open"

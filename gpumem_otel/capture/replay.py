@@ -126,8 +126,8 @@ class ReplaySource:
         Its length is that of the recorded window, whose counters come with it.
 
         Raises:
-            BusyError: frees are asked for, which no recording holds.
-            CaptureError: the recording holds no windows, or another window is open.
+            BusyError: frees are asked for, which no recording holds, or another window is open.
+            CaptureError: the recording holds no windows.
         """
         if frees:
             raise BusyError(
@@ -139,7 +139,7 @@ class ReplaySource:
                 "record with the profile kind 'allocated'"
             )
         if not self._window_lock.acquire(blocking=False):
-            raise CaptureError("another window is open; try again when it is over")
+            raise BusyError("another window is open; try again when it is over")
         try:
             self._clock.wait(stop, seconds)
         finally:

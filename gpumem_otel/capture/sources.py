@@ -20,7 +20,7 @@ from gpumem_otel.core.classify import Classifier, workspaces_in
 from gpumem_otel.core.model import DeviceStats, SourceStatus
 from gpumem_otel.core.ports import Reading
 from gpumem_otel.core.snapshot import from_torch
-from gpumem_otel.errors import CaptureError
+from gpumem_otel.errors import BusyError, CaptureError
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ class TorchSource:
                 self._pacer.pause,
             )
         finally:
-            self._pacer.end()
+            self._counters.add("exporter_stall_seconds", self._pacer.end())
         return replace(reading, classifier=Classifier(known, workspaces))
 
     def _readable(self) -> StatsReader:
@@ -393,7 +393,7 @@ class TorchSource:
         """
         stats = self._readable()
         if not self._window_lock.acquire(blocking=False):
-            raise CaptureError("window: another one is open; try again when it is over")
+            raise BusyError("window: another one is open; try again when it is over")
         started = self._clock.monotonic()
         self._idle_seconds = 0.0
         try:

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StatsReader", "allocated_bytes", "device_stats", "pinned_bytes"]
 
+_RESERVED = ("reserved_bytes", "all", "current")
+
 
 def _number(value: object) -> int:
     return int(value) if isinstance(value, (int, float)) else 0
@@ -65,7 +67,7 @@ def device_stats(
         allocated_bytes=allocated_bytes(raw),
         requested_bytes=_at(raw, "requested_bytes", "all", "current"),
         active_bytes=_at(raw, "active_bytes", "all", "current"),
-        reserved_bytes=_at(raw, "reserved_bytes", "all", "current"),
+        reserved_bytes=_at(raw, *_RESERVED),
         allocated_peak_bytes=_at(raw, "allocated_bytes", "all", "peak"),
         reserved_peak_bytes=_at(raw, "reserved_bytes", "all", "peak"),
         inactive_split_bytes=_at(raw, "inactive_split_bytes", "all", "current"),
@@ -159,20 +161,21 @@ class StatsReader:
 
     def _full(self, device: int, pinned: int | None) -> DeviceStats:
         free, total = self._torch.cuda.mem_get_info(device)
+        raw = self._raw(device)
         return device_stats(
-            self._raw(device),
+            raw,
             device,
             limit_bytes=min(int(total), int(total * self._fraction(device))),
             device_total_bytes=int(total),
             device_used_bytes=int(total) - int(free),
-            process_used_bytes=self._process_used(device),
+            process_used_bytes=self._process_used(device, _at(raw, *_RESERVED)),
             host_pinned_bytes=pinned,
         )
 
-    def _process_used(self, device: int) -> int | None:
+    def _process_used(self, device: int, reserved_bytes: int) -> int | None:
         if device not in self._uuids:
             self._uuids[device] = device_uuids((device,)).get(device, "")
-        return self._process.used_bytes(self._uuids[device])
+        return self._process.used_bytes(self._uuids[device], reserved_bytes)
 
     def _raw(self, device: int) -> object:
         return self._c._cuda_memoryStats(device) if self._counted else {}

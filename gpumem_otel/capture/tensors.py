@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gpumem_otel.capture.containers import tensors_in
@@ -38,14 +38,36 @@ _MIN_SECONDS: Final = 0.2
 _COST_FACTOR: Final = 500.0
 _AHEAD_SECONDS: Final = 5.0
 """A table is made for a reading that is due in so many seconds, or sooner."""
+_AHEAD_BOUNDARIES: Final = 2.0
+"""Of long steps: as many seconds earlier as so many of them take."""
 _CACHE_NAME: Final = re.compile(r"(^|_)(kv|k|v|key|value|past_key_values?)_?caches?(_|$)|^kv$")
 _CLASSES: Final = {found.value: found for found in TensorClass}
+_MOST_INPUT_PARTS: Final = 10_000
+"""Looked at in the arguments of one forward: it is the job's hot path."""
 _NOBODY: Final = -1
 """In place of a thread: only `step()` reads that optimizer."""
 
 _Entry: TypeAlias = "tuple[int, TensorClass, WeakStorage]"
 TableEntries: TypeAlias = "dict[int, _Entry]"
 """Address -> (bytes, class, storage)."""
+
+
+class _Hook:
+    """A hook of a watched model, which goes into no copy and no file of it.
+
+    There stands a function of the standard library in its place that does nothing.
+    """
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        self._call(*args)
+
+    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
+        return getattr, (nullcontext, "__exit__")
 
 
 class TensorTable:
@@ -74,10 +96,14 @@ class TensorTable:
         self._entries: TableEntries = {}
         self._modules: dict[int, weakref.ref[Any]] = {}
         self._optimizers: dict[int, tuple[weakref.ref[Any], int]] = {}
-        self._named: list[tuple[TensorClass, weakref.ref[Any]]] = []
+        self._named: dict[tuple[TensorClass, int], weakref.ref[Any]] = {}
+        self._roots: dict[int, tuple[weakref.ref[Any], tuple[Any, ...]]] = {}
         self._inputs: TableEntries = {}
+        self._inputs_allowed_from = float("-inf")
+        self._inputs_seconds = 0.0
         self._handles: list[Any] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer may call `watch` in the middle of anything
+        self._between_seconds, self._boundary_seconds = 0.0, self._monotonic()
         self._wanted_from = float("-inf")
         self._allowed_from = float("-inf")
         self._searched = False
@@ -111,15 +137,19 @@ class TensorTable:
         """Take the hooks back and forget everything."""
         self._active = False
         handles, self._handles = self._handles, []
+        for _, of_root in list(self._roots.values()):
+            handles += of_root
         for handle in handles:
             handle.remove()
+        self._roots.clear()
         self._modules.clear()
         self._optimizers.clear()
-        self._named, self._entries, self._inputs = [], {}, {}
+        self._named.clear()
+        self._entries, self._inputs = {}, {}
 
     def forget_parent(self) -> None:
         """In a forked child: its parent's storages are not in this process."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._entries = self._inputs = {}
         self._optimizers.clear()
         self._wanted_from = float("-inf")
@@ -128,6 +158,7 @@ class TensorTable:
         """Take up a model, an optimizer, or an object whose tensors are of the class `name`.
 
         On the job's thread. A model's parameters are read at once, its inputs at each forward.
+        What is taken up already is only read again.
 
         Args:
             name: "" for models and optimizers; else a tensor class, for instance `kv_cache`.
@@ -137,31 +168,40 @@ class TensorTable:
         if not self._active or torch is None:
             return
         entries: TableEntries = {}
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - no mode of the job sees us
+            self._take_up(entries, name, item)
+        with self._lock:
+            self._entries = {**self._entries, **entries}
+        self.want(0.0)
+
+    def _take_up(self, entries: TableEntries, name: str, item: Any) -> None:
+        torch = self._torch
         if isinstance(item, torch.nn.Module):
             self._add_tree(item)
-            self._handles += (
-                item.register_forward_pre_hook(self._before_forward(), with_kwargs=True),
-                item.register_forward_hook(self._after_forward()),
-            )
+            if id(item) not in self._roots:
+                handles = (
+                    item.register_forward_pre_hook(_Hook(self._before_forward()), with_kwargs=True),
+                    item.register_forward_hook(_Hook(self._after_forward())),
+                )
+                self._roots[id(item)] = self._forgetting(self._roots, item), handles
             self._add_modules(entries, list(item.modules()))
         elif isinstance(item, torch.optim.Optimizer):
             # whose thread it is shows with its first step
             self._optimizers[id(item)] = (self._forgetting(self._optimizers, item), _NOBODY)
         elif name in _CLASSES:
-            self._named.append((_CLASSES[name], weakref.ref(item)))
-            self._add(entries, tensors_in(item, torch.Tensor), _CLASSES[name])
+            named, key = self._named, (_CLASSES[name], id(item))
+            named[key] = weakref.ref(item, lambda _: named.pop(key, None))
+            self._add(entries, self._named_tensors(item), _CLASSES[name])
         else:
             known = ", ".join(_CLASSES)
             _log.warning("watch(%s=...): no such class; known are %s", name, known)
-        with self._lock:
-            self._entries = {**self._entries, **entries}
-        self.want(0.0)
 
     # who asks
 
     def want(self, seconds: float) -> None:
         """A reading is due in so many seconds: make a table shortly before it."""
-        self._wanted_from = self._monotonic() + seconds - _AHEAD_SECONDS
+        ahead = max(_AHEAD_SECONDS, _AHEAD_BOUNDARIES * self._between_seconds)
+        self._wanted_from = self._monotonic() + seconds - ahead
 
     @contextmanager
     def wanted_now(self) -> Iterator[None]:
@@ -175,18 +215,28 @@ class TensorTable:
 
     def class_at(self, address: int) -> TensorClass | None:
         """What the last table says of the storage at this address, if that still lives."""
-        entry = self._entries.get(address)
-        return entry[1] if entry is not None and not entry[2].expired() else None
+        for entries in (self._entries, self._inputs):
+            entry = entries.get(address)
+            if entry is not None and not entry[2].expired():
+                return entry[1]
+        return None
 
     def snapshot(self) -> TableEntries:
-        """The table as it is; never changed afterwards."""
-        return self._entries
+        """The table as it is, with the inputs seen last; never changed afterwards."""
+        entries, inputs = self._entries, self._inputs
+        new = {
+            address: entry
+            for address, entry in inputs.items()
+            if (known := entries.get(address)) is None or known[2].expired()
+        }
+        return {**entries, **new} if new else entries
 
     @staticmethod
     def alive(entries: TableEntries, pause: Callable[[], None]) -> dict[int, Any]:
         """The entries whose storages still live: address -> (bytes, class).
 
-        Called after the snapshot: a storage that lives now had its address all the while.
+        Called after the snapshot: a storage that lives now had its address all the while, but for
+        one that was given no bytes meanwhile (`resize_(0)`, as FSDP of torch 2.3 frees).
 
         Args:
             entries: of `snapshot()`, taken before the allocator's snapshot.
@@ -224,6 +274,8 @@ class TensorTable:
                     return
                 self._optimizers[id(optimizer)] = (reference, owner)
         if not in_backward:
+            now = self._monotonic()
+            self._between_seconds, self._boundary_seconds = now - self._boundary_seconds, now
             self._refresh_if_due(here=optimizer is None)
 
     def _refresh_if_due(self, *, here: bool = False) -> None:
@@ -238,12 +290,14 @@ class TensorTable:
                 self._searched = True
                 self._search()
                 searched_seconds = self._monotonic() - now
-            self._entries = {**self._inputs, **self._read(here=here)}
+            with self._torch._C.DisableTorchFunction():  # noqa: SLF001 - as in `watch`
+                self._entries = self._read(here=here)
         except Exception:
             self._active = False
             _log.warning("tensor classes are told by stacks alone from here on", exc_info=True)
         finally:
-            took = self._monotonic() - now
+            took = self._monotonic() - now + self._inputs_seconds
+            self._inputs_seconds = 0.0
             self.last_seconds = took
             often = (took - searched_seconds) * _COST_FACTOR
             self._allowed_from = now + max(_MIN_SECONDS, often)
@@ -273,16 +327,22 @@ class TensorTable:
         return after
 
     def _note_inputs(self, module: Any, arguments: Any) -> None:
-        if not self._active or self._monotonic() < self._wanted_from:
+        now = self._monotonic()
+        if not self._active or now < self._wanted_from or now < self._inputs_allowed_from:
             return
         try:
             found: TableEntries = {}
-            self._add(found, tensors_in(arguments, self._torch.Tensor), TensorClass.INPUT)
+            tensors = tensors_in(arguments, self._torch.Tensor, _MOST_INPUT_PARTS)
+            with self._torch._C.DisableTorchFunction():  # noqa: SLF001 - as in `watch`
+                self._add(found, tensors, TensorClass.INPUT)
             self._inputs = found
-            self._entries = {**found, **self._entries}
         except Exception:
             _log.warning("inputs of %s are not told apart", type(module).__name__, exc_info=True)
-            self._active = False
+            self._inputs, self._inputs_allowed_from = {}, float("inf")
+            return
+        took = self._monotonic() - now
+        self._inputs_seconds += took
+        self._inputs_allowed_from = now + took * _COST_FACTOR
 
     # the table
 
@@ -296,9 +356,9 @@ class TensorTable:
         entries: TableEntries = {}
         self.tensors = 0
         modules = [m for m in (ref() for ref in list(self._modules.values())) if m is not None]
-        for tensor_class, ref in self._named:
+        for (tensor_class, _), ref in list(self._named.items()):
             if (item := ref()) is not None:
-                self._add(entries, tensors_in(item, self._torch.Tensor), tensor_class)
+                self._add(entries, self._named_tensors(item), tensor_class)
         thread = threading.get_ident()
         optimizers = [
             optimizer
@@ -319,6 +379,13 @@ class TensorTable:
             self._add(entries, states, TensorClass.OPTIMIZER_STATE)
         return entries
 
+    def _named_tensors(self, item: Any) -> Iterator[Any]:
+        """What the user meant; a cache that refers to its model has no parameters."""
+        parameter = self._torch.nn.Parameter
+        for tensor in tensors_in(item, self._torch.Tensor):
+            if tensor is item or not isinstance(tensor, parameter):
+                yield tensor
+
     def _states_of(self, optimizer: Any) -> Iterator[Any]:
         tensor_type = self._torch.Tensor
         for state in list(optimizer.state.values()):
@@ -329,19 +396,20 @@ class TensorTable:
                     yield from tensors_in(item, tensor_type)
 
     def _add_modules(self, entries: TableEntries, modules: list[Any]) -> None:
-        # not by named_parameters(), which walks the whole tree below each module
-        parameters = [p for m in modules for p in m._parameters.values()]  # noqa: SLF001
+        # not by named_parameters(), which walks the whole tree below each module; and by lists
+        # that are made in one go, since another thread may be at work with a module
+        parameters = [p for m in modules for p in list(m._parameters.values())]  # noqa: SLF001
         self._add(entries, parameters, TensorClass.PARAMETER)
         for module in modules:
             self._add_caches(entries, module)
-        buffers = [b for m in modules for b in m._buffers.values()]  # noqa: SLF001
+        buffers = [b for m in modules for b in list(m._buffers.values())]  # noqa: SLF001
         self._add(entries, buffers, TensorClass.BUFFER)
 
     def _add_caches(self, entries: TableEntries, module: Any) -> None:
         for owned in (module._buffers, vars(module)):  # noqa: SLF001
-            for name, item in owned.items():
+            for name in list(owned):
                 if ("cache" in name or name == "past_key_values") and _CACHE_NAME.search(name):
-                    tensors = tensors_in(item, self._torch.Tensor)
+                    tensors = tensors_in(owned.get(name), self._torch.Tensor)
                     self._add(entries, tensors, TensorClass.KV_CACHE)
 
     def _add(

@@ -140,7 +140,7 @@ def _about(source: ReplaySource | None, recording: str | None) -> str:
     facts = source.facts if source is not None else {}
     device = facts.get("devices") or "a GPU"
     if recording:
-        return f"replaying {recording}, of a run on {device}"
+        return f"replaying {recording} ({device})"
     return f"no GPU here: replaying the recording of a run on {device}"
 
 

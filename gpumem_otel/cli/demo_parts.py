@@ -65,6 +65,8 @@ class LastProfiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        for stem in ("live", "fullest", "allocated"):  # what a demo before this one left
+            (folder / f"{stem}.pb.gz").unlink(missing_ok=True)
         self.written: dict[str, Path] = {}
         self.fullest: Moment | None = None
         self._lock = threading.Lock()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from gpumem_otel.config import Config
 
 __all__ = [
+    "PYTHON_IGNORES",
     "CommandNotExecutable",
     "CommandNotFound",
     "check_settings",
@@ -26,6 +28,9 @@ __all__ = [
 ]
 
 _F = TypeVar("_F", bound="Callable[..., object]")
+
+PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
+"""Python ignores these, and a job would inherit that: a shell's pipelines would end otherwise."""
 
 _VARIABLES: dict[str, str] = {
     "service": "OTEL_SERVICE_NAME",
@@ -63,7 +68,7 @@ class CommandNotExecutable(click.ClickException):
     exit_code = 126
 
     def __init__(self, command: str) -> None:
-        super().__init__(f"{command}: is not executable{_did_you_mean(command)}")
+        super().__init__(f"{command}: not executable{_did_you_mean(command)}")
 
 
 def not_started(command: str, error: OSError) -> click.ClickException:

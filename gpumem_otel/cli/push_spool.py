@@ -21,6 +21,8 @@ _OLDEST_SECONDS = 3600 - 60
 """validation.reject-older-than is 1 h; a minute for the way and for clocks."""
 _NEWEST_SECONDS = 600 - 60
 """validation.reject-newer-than is 10 min."""
+_REFUSED = frozenset({"rejected", "too_large", "server_error"})
+"""The server's word on one profile, whatever it says of the next."""
 
 
 def usable_time_ns(time_ns: int) -> int:
@@ -51,7 +53,8 @@ def send_all(config: Config) -> None:
     """Send every profile of the spool, the oldest first, and delete what is stored.
 
     Raises:
-        CommandFailed: one could not be sent; it and those after it are still there.
+        CommandFailed: one could not be sent: it is still there, and where the server can not be
+            reached or refuses all, so are those after it.
         SpoolError: the folder is not safe to use.
     """
     from gpumem_otel.export.pyroscope import PyroscopeSink
@@ -68,14 +71,18 @@ def send_all(config: Config) -> None:
     who = identify(base, service_name=config.service_name)
     transport = Transport(config.pyroscope, environ=base)
     sink = PyroscopeSink(transport, config.pyroscope, lambda: who)
+    refused = 0
     try:
         for name in names:
-            _send(spool, name, sink, config)
+            refused += not _send(spool, name, sink, config)
     finally:
         transport.close()
+    if refused:
+        raise CommandFailed(f"{config.pyroscope.url}: {refused} of {len(names)} not pushed")
 
 
-def _send(spool: Spool, name: str, sink: PyroscopeSink, config: Config) -> None:
+def _send(spool: Spool, name: str, sink: PyroscopeSink, config: Config) -> bool:
+    """Send one; False where the server does not take this one."""
     from gpumem_otel.core import pprof
     from gpumem_otel.core.text import human_bytes
     from gpumem_otel.errors import EncodeError, PushError
@@ -87,15 +94,25 @@ def _send(spool: Spool, name: str, sink: PyroscopeSink, config: Config) -> None:
         decoded = pprof.decode(data)
         total = decoded.total("inuse_space")
     except FileNotFoundError:
-        return  # another `push` has sent it
-    except (EncodeError, KeyError) as error:
-        warn(f"{path}: not one of ours, left where it is: {error}")
-        return
+        return True  # another `push` has sent it
+    except EncodeError as error:
+        warn(f"{path}: no pprof, left where it is: {error}")
+        return True
+    except KeyError:
+        warn(f"{path}: not one of ours, left where it is: it holds no inuse_space")
+        return True
     labels = labels_of(decoded.comments)
+    if not labels:
+        warn(f"{path}: not one of ours, left where it is: its comments name no rank")
+        return True
     try:
         sink.send(sendable(data, decoded), labels, config.pyroscope.timeout_seconds)
     except PushError as error:
-        raise CommandFailed(f"{config.pyroscope.url}: {path} not pushed: {error}") from error
+        said = f"{config.pyroscope.url}: {path} not pushed: {error}"
+        if error.reason not in _REFUSED:
+            raise CommandFailed(said) from error
+        warn(said)  # left where it is: it must not hold up those after it
+        return False
     spool.delete(name)
     known = dict(labels)
     click.echo(
@@ -103,3 +120,4 @@ def _send(spool: Spool, name: str, sink: PyroscopeSink, config: Config) -> None:
         f"{known.get('rank', '?')}, device {known.get('device', '?')} to {config.pyroscope.url} "
         f"as {known.get('service_name', '?')}"
     )
+    return True

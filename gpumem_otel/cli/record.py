@@ -50,7 +50,7 @@ _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 @click.option(
     "--interval", type=float, default=1.0, show_default=True, help="Seconds between readings."
 )
-@click.option("--profiles", metavar="KINDS", help="live, or live,allocated.")
+@click.option("--profiles", metavar="KINDS", help="Of live, allocated, peak, growth, pinned.")
 @click.argument("job", metavar="COMMAND...", nargs=-1, required=True, type=click.UNPROCESSED)
 def command(out: str, job: tuple[str, ...], **options: object) -> int:
     """Run COMMAND and record the GPU memory of its Python process to OUT."""

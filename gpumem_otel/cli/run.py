@@ -40,7 +40,7 @@ see it.
 )
 @launch.job_options
 @click.option("--interval", type=float, metavar="SECONDS", help="Between profiles (default 60).")
-@click.option("--profiles", metavar="KINDS", help="live, or live,allocated.")
+@click.option("--profiles", metavar="KINDS", help="Of live, allocated, peak, growth, pinned.")
 @click.option("--serve/--no-serve", default=None, help="Serve /metrics and /debug/pprof/gpumem.")
 @click.option("--host", metavar="ADDRESS", help="Address to serve on (default 127.0.0.1).")
 @click.option("--port", type=int, metavar="N", help="Base port, plus local rank (default 9464).")
@@ -84,12 +84,14 @@ def command(
         return supervisor.supervise(program, job, ours, config, seconds)
     sys.stdout.flush()
     sys.stderr.flush()
-    for number in launch.PYTHON_IGNORES:
-        signal.signal(number, signal.SIG_DFL)
+    ignored = {number: signal.signal(number, signal.SIG_DFL) for number in launch.PYTHON_IGNORES}
     try:
         os.execve(program, job, ours)  # noqa: S606 - running the user's command is the verb
     except OSError as error:
         raise launch.not_started(job[0], error) from error
+    finally:  # it was not started
+        for number, handler in ignored.items():
+            signal.signal(number, handler)
 
 
 def _goes_somewhere(config: Config) -> bool:

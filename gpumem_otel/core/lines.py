@@ -157,7 +157,9 @@ class _Line:
 class _Activation:
     """A function under way in one thread, and the interval of its present line."""
 
-    __slots__ = ("before", "called", "entered", "function", "high", "line", "node", "peaks")
+    __slots__ = (
+        "before", "called", "entered", "function", "high", "is_call", "line", "node", "peaks"
+    )  # fmt: skip
 
     def __init__(self, function: int, line: int, node: int, now: Moment) -> None:
         self.function = function
@@ -167,6 +169,7 @@ class _Activation:
         self.peaks: dict[int, list[int]] = {}
         self.high: dict[int, list[int]] = {}
         self.called: dict[int, list[int]] = {}
+        self.is_call = False
 
 
 class LineBooks:
@@ -207,6 +210,7 @@ class LineBooks:
             self._hit(function, line)
         node = self._node(stack[-1].node if stack else -1, function, line)
         stack.append(_Activation(function, line, node, now))
+        stack[-1].is_call = call
 
     def line(self, thread: int, function: int, line: int, now: Moment) -> None:
         """A line begins; the one before it in this function has ended."""
@@ -217,6 +221,9 @@ class LineBooks:
             return
         self._fold(now)
         top = stack[-1]
+        is_call, top.is_call = top.is_call, False
+        if is_call and line == top.line:
+            return  # the function stands in one line, which is its call and its body
         self._close(top, now)
         top.line, top.before, top.peaks, top.called = line, now, {}, {}
         top.node = self._node(stack[-2].node if len(stack) > 1 else -1, function, line)

@@ -157,8 +157,8 @@ class WindowSource(Protocol):
             enough: asked many times a second; the window ends once it says so.
 
         Raises:
-            BusyError: the job records memory history itself.
-            CaptureError: recording could not be switched, or another window is open.
+            BusyError: the job records memory history itself, or another window is open.
+            CaptureError: recording could not be switched.
         """
         ...
 

@@ -21,7 +21,7 @@ from gpumem_otel import folders
 from gpumem_otel.errors import SpoolError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["MAX_BYTES", "MAX_FILES", "SUFFIX", "Spool", "label_comments", "labels_of"]
 
@@ -73,17 +73,24 @@ class Spool:
         folder: its path.
         max_files: at most so many files.
         max_bytes: at most so many bytes in all of them.
+        on_dropped: called for each that had to make room.
 
     Raises:
         SpoolError: by every method: the folder is not safe to use, or the file system refuses.
     """
 
     def __init__(
-        self, folder: str, *, max_files: int = MAX_FILES, max_bytes: int = MAX_BYTES
+        self,
+        folder: str,
+        *,
+        max_files: int = MAX_FILES,
+        max_bytes: int = MAX_BYTES,
+        on_dropped: Callable[[], object] = lambda: None,
     ) -> None:
         self.folder = folder
         self._max_files = max_files
         self._max_bytes = max_bytes
+        self._on_dropped = on_dropped
 
     def write(self, name: str, data: bytes, *, sending: bool = False) -> str:
         """Keep a profile.
@@ -150,6 +157,7 @@ class Spool:
             held -= oldest.size_bytes
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(oldest.name, dir_fd=folder)
+                self._on_dropped()
 
     @contextlib.contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[int]:

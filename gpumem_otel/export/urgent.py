@@ -20,7 +20,7 @@ __all__ = ["THREAD_NAME", "Urgent"]
 
 THREAD_NAME = "gpumem-otel-oom"
 MAX_WAITING = 32
-"""More is dropped, the oldest first: a failure a minute and device is all that comes."""
+"""More is dropped, the oldest first, and told: a failure a minute and device is all that comes."""
 
 _Item = TypeVar("_Item")
 _log = named_logger("gpumem_otel.oom")
@@ -32,22 +32,39 @@ class Urgent(Generic[_Item]):
     Args:
         handle: called with an item and the seconds it may take.
         seconds: what that is on the thread.
+        on_dropped: called where an item was dropped; must be quick and never raise.
     """
 
-    def __init__(self, handle: Callable[[_Item, float], object], *, seconds: float) -> None:
+    def __init__(
+        self,
+        handle: Callable[[_Item, float], object],
+        *,
+        seconds: float,
+        on_dropped: Callable[[], object] = lambda: None,
+    ) -> None:
         self._handle = handle
         self._seconds = seconds
+        self._on_dropped = on_dropped
         # a signal handler of the job may fail to allocate in the midst of `put`
         self._lock = threading.RLock()
-        self._items: deque[_Item] = deque(maxlen=MAX_WAITING)
+        self._items: deque[_Item] = deque()
         self._thread: threading.Thread | None = None
         self._idle = threading.Event()
         self._idle.set()
 
-    def put(self, item: _Item) -> None:
-        """Have an item handled; returns at once and never raises."""
+    def put(self, item: _Item, *, once: bool = False) -> None:
+        """Have an item handled; returns at once and never raises.
+
+        Args:
+            item: handed on.
+            once: not where the very same waits already.
+        """
         with self._lock:
-            self._items.append(item)
+            if not (once and any(waiting is item for waiting in self._items)):
+                if len(self._items) >= MAX_WAITING:
+                    self._items.popleft()
+                    self._on_dropped()
+                self._items.append(item)
             self._idle.clear()
             if self._thread is not None:
                 return

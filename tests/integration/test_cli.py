@@ -455,3 +455,14 @@ def test_full_device_is_one_line():
                    capture_output=False)  # fmt: skip
     assert done.returncode == 1
     assert "No space left on device" in only_line(done.stderr)
+
+
+@pytest.mark.parametrize("options", [(), ("--supervise",)])
+def test_a_job_ignores_no_signal_that_it_did_not_ignore_without_us(options):
+    """Python ignores SIGPIPE: a pipeline of a job's shell would end by another code."""
+    ask = ("sh", "-c", "grep SigIgn /proc/self/status")
+    plain = subprocess.run(ask, capture_output=True, check=True, text=True)
+    done = cli("run", "--serve", *options, "--", *ask)
+    glibcs_own = 0b11 << 31  # 32 and 33, which posix_spawn leaves ignored and nobody can send
+    found, wanted = (int(text.split()[1], 16) & ~glibcs_own for text in (done.stdout, plain.stdout))
+    assert found == wanted

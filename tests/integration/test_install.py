@@ -253,6 +253,17 @@ def test_what_is_watched_is_held_weakly_and_forgotten():
     assert lifecycle._STATE.watched == {}
 
 
+def test_what_is_watched_again_is_watched_once():
+    class Model:
+        pass
+
+    model, nested = Model(), []
+    nested += [model, nested]  # a list in itself
+    for _ in range(3):
+        lifecycle.watch(cache=nested)
+    assert list(lifecycle.watched()) == [("cache", model)]
+
+
 def test_participants_end_with_uninstall():
     lifecycle.participant()
     assert threading.current_thread() in lifecycle.participants()

@@ -277,3 +277,17 @@ def test_linger_is_for_supervise():
     done = cli("run", "--linger", "5", "--serve", "--", "true")
     assert done.returncode == 2
     assert "--linger is for --supervise" in done.stderr
+
+
+def test_a_signal_that_came_too_late_does_not_change_the_end():
+    """It was meant for the job, which had ended by itself."""
+    code = (
+        "import os, signal\n"
+        "from gpumem_otel.cli import supervise\n"
+        "with supervise._signals_waited_for():\n"
+        "    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):\n"
+        "        os.kill(os.getpid(), number)\n"
+        "raise SystemExit(supervise._end_alike(3))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (3, "")

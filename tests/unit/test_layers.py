@@ -44,6 +44,7 @@ MAY_IMPORT = {
         "_version",
     },
     "instrumentor": {"lifecycle", "errors", "logs", "_version"},
+    "__main__": {"cli"},
     "cli": {
         "agent", "capture", "config", "core", "errors", "export", "instrumentor", "lifecycle",
         "options", "page", "ranks", "serve", "_version",

@@ -315,3 +315,19 @@ def test_types_for_users():
 def test_kinds_and_tables_are_the_ones_that_are_told():
     assert list(offline.get_args(offline.Kind)) == [*KINDS, "pinned"]
     assert list(offline.get_args(offline.Table)) == ["blocks", "segments", "events"]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: gpumem_otel.load_snapshot(5),
+        lambda: gpumem_otel.load_snapshot(TWO_DEVICES).diff(5),
+        lambda: gpumem_otel.load_snapshot(TWO_DEVICES).profile().diff(5),
+        lambda: gpumem_otel.participant(5),
+        lambda: gpumem_otel.profile(columns=5)(len),
+        lambda: gpumem_otel.profile(columns="active_bytes.all.peak")(len),
+    ],
+)
+def test_a_wrong_type_is_named_in_one_line(call):
+    with pytest.raises(gpumem_otel.ConfigError, match=r"^[^\n]*(int|5|active_bytes)[^\n]*$"):
+        call()

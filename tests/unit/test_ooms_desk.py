@@ -163,7 +163,7 @@ def test_push_leaves_what_is_not_ours_and_goes_on(start, torch, tmp_path, capsys
     monkeypatch.setenv("GPUMEM_OTEL_SPOOL_DIR", str(path.parent))
     with FakePyroscope() as server:
         assert main(["push", "--url", server.url]) == 0
-        assert f"{other}: not one of ours" in capsys.readouterr().err
+        assert f"{other}: no pprof, left where it is" in capsys.readouterr().err
         assert total(server.url, "job", OOM) == HELD
     assert spooled(tmp_path) == [other]
 
@@ -371,3 +371,74 @@ def test_comments_of_a_spooled_profile_say_what_happened(start, torch, tmp_path)
         for comment in comments
     )
     assert "series label __name__=gpu_memory_oom" in comments
+
+
+def test_a_push_that_fails_after_nobody_waits_any_more_is_not_called_lost(
+    start, torch, server, monkeypatch, caplog
+):
+    monkeypatch.setattr(ooms, "WAIT_SECONDS", 0.3)
+    agent = start(pyroscope_url=server.url)
+    server.fault = "hang"
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.fail(1 << 30)
+    server.wait_for_pushes(1)
+    assert not agent._ooms.wait()
+    server.down()
+    assert agent._ooms._urgent.wait(30)
+    server.up()
+    spool = agent._ooms._spool
+    (name,) = spool.waiting()
+    assert f"waits in {spool.folder}/{name}" in caplog.text
+    assert "is lost" not in caplog.text
+    assert agent.counters.get("exporter_dropped", reason="spool") == 0
+
+
+def test_snapshots_of_a_job_that_goes_on_failing_are_bounded(start, torch, tmp_path, monkeypatch):
+    monkeypatch.setattr(ooms, "MAX_SNAPSHOTS", 2)
+    folder = tmp_path / "snapshots"
+    agent = start(oom_snapshot_dir=str(folder))
+    seen = []
+    for _ in range(4):
+        agent._ooms._watch._looked.clear()
+        fail(torch, agent)
+        seen += [path for path in folder.iterdir() if path not in seen]
+    assert set(folder.iterdir()) == set(seen[2:])
+    assert len(seen) == 4
+
+
+def test_a_snapshot_that_can_not_be_written_leaves_nothing_and_is_said_once(
+    start, torch, tmp_path, monkeypatch, caplog
+):
+    folder = tmp_path / "snapshots"
+    agent = start(oom_snapshot_dir=str(folder))
+
+    def full(self, target):
+        raise OSError(28, "No space left on device", str(target))
+
+    monkeypatch.setattr(ooms.Path, "rename", full)
+    for _ in range(3):
+        agent._ooms._watch._looked.clear()
+        fail(torch, agent)
+    assert list(folder.iterdir()) == []
+    assert agent.counters.get("exporter_errors", stage="oom") == 3
+    assert caplog.text.count("could not be told of in full") == 1
+
+
+def test_one_that_the_server_refuses_does_not_hold_up_those_after_it(
+    start, torch, tmp_path, capsys, monkeypatch
+):
+    agent = start()
+    for _ in range(2):
+        agent._ooms._watch._looked.clear()
+        fail(torch, agent)
+    paths = spooled(tmp_path)
+    capsys.readouterr()
+    monkeypatch.setenv("GPUMEM_OTEL_RUN_DIR", str(tmp_path / "run"))
+    with FakePyroscope() as server:
+        server.fault = "400"
+        assert main(["push", "--url", server.url]) == 1
+        assert len(server.requests) == 2
+        said = capsys.readouterr().err
+        assert all(f"{path} not pushed: 400" in said for path in paths)
+        assert f"{server.url}: 2 of 2 not pushed" in said
+        assert spooled(tmp_path) == paths

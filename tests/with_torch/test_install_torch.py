@@ -441,3 +441,38 @@ def test_compile_workers_of_inductor_are_not_disturbed(run, environ):
     # the same warnings (torch's own, of its deprecated names), and nothing else
     assert re.findall("Warning: .*", err) == re.findall("Warning: .*", quiet)
     assert len(err.splitlines()) == len(quiet.splitlines())
+
+
+@CUDA_BUILD
+def test_a_child_forked_from_an_armed_parent_has_no_hook_of_ours(run):
+    out, err = run(
+        PRETEND
+        + """
+import os, sys
+import gpumem_otel
+gpumem_otel.install()
+torch.cuda._lazy_init()
+model = torch.nn.Linear(2, 2)
+gpumem_otel.watch(model)
+
+def hooks():
+    optimizer = sys.modules["torch.optim.optimizer"]
+    module = sys.modules["torch.nn.modules.module"]
+    return [
+        len(kept)
+        for kept in (
+            optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks,
+            module._global_parameter_registration_hooks, module._global_buffer_registration_hooks,
+            model._forward_pre_hooks, model._forward_hooks,
+        )
+    ]
+
+child = os.fork()
+if child == 0:
+    print(hooks(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+print(hooks(), flush=True)
+"""
+    )
+    assert out.splitlines() == ["[0, 0, 0, 0, 0, 0]", "[1, 1, 1, 1, 1, 1]"], err

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
+import pickle
 import sys
 import threading
 import weakref
@@ -13,6 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from gpumem_otel.capture import tensors  # noqa: E402
+from gpumem_otel.capture.containers import tensors_in  # noqa: E402
 from gpumem_otel.capture.steps import StepCounter  # noqa: E402
 from gpumem_otel.capture.storages import address_of, storages_of  # noqa: E402
 from gpumem_otel.capture.tensors import TensorTable  # noqa: E402
@@ -31,6 +34,7 @@ def always_allowed(monkeypatch):
 @pytest.fixture
 def table():
     made = TensorTable(host_too=True)
+    made._searched = True  # other files of tests keep models of their own
     made.start()
     counter = StepCounter(on_optimizer=made.stepped)
     counter.start()
@@ -173,6 +177,23 @@ def test_what_the_user_names_has_that_class(table):
     assert found(table)["parameter"] == storage_sizes(model.parameters())
 
 
+def test_parameters_of_a_model_that_a_cache_refers_to_are_parameters(table):
+    class Cache:
+        pass
+
+    cache, model = Cache(), nn.Linear(4, 4)
+    cache.keys, cache.owner = torch.zeros(3), model
+    named = nn.Parameter(torch.zeros(5))
+    table.watch("kv_cache", cache)
+    table.watch("", model)
+    table.watch("workspace", named)
+    table.stepped(None)
+    told = found(table)
+    assert told["parameter"] == storage_sizes(model.parameters())
+    assert told["kv_cache"] == storage_sizes([cache.keys])
+    assert told["workspace"] == storage_sizes([named])
+
+
 def test_a_word_that_is_no_class_is_said(table, caplog):
     table.watch("kvcache", torch.zeros(1))
     assert "watch(kvcache=...): no such class" in caplog.text
@@ -200,6 +221,174 @@ def test_inputs_of_a_watched_model(table):
     with torch.no_grad():
         model(batch)
     assert found(table)["input"] == storage_sizes([batch])
+
+
+def test_an_input_where_an_older_one_was_is_told(table):
+    """The allocator gives out the same address again for each batch."""
+    memory = bytearray(64)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    table.watch("", model)
+    for _ in range(2):
+        batch = torch.frombuffer(memory, dtype=torch.float32).view(4, 4)
+        model(batch).sum().backward()
+        assert found(table)["input"] == storage_sizes([batch])
+        assert table.class_at(batch.untyped_storage().data_ptr()).value == "input"
+        optimizer.step()
+        del batch
+
+
+def test_inputs_do_not_pile_up_where_no_optimizer_steps(table):
+    model = nn.Linear(4, 4)
+    table.watch("", model)
+    batches = [torch.rand(2, 4) for _ in range(50)]
+    for batch in batches:
+        model(batch)
+    assert found(table)["input"] == storage_sizes(batches[-1:])
+    assert len(table.snapshot()) == 3
+
+
+def test_inputs_are_noted_for_a_small_part_of_the_time_and_counted(monkeypatch):
+    monkeypatch.setattr(tensors, "_COST_FACTOR", 500.0)
+    clock = iter(range(1000))
+    told = []
+    table = TensorTable(told.append, monotonic=lambda: float(next(clock)), host_too=True)
+    table.start()
+    try:
+        model = nn.Linear(4, 4)
+        table.watch("", model)
+        first, second = torch.rand(2, 4), torch.rand(2, 4)
+        model(first)  # takes a second by this clock
+        model(second)
+        assert found(table)["input"] == storage_sizes([first])
+        table.stepped(None)
+        assert told[0] >= 2  # the second of the input too
+    finally:
+        table.stop()
+
+
+def test_an_input_that_raises_costs_the_inputs_alone(table, caplog):
+    class Proxy:
+        @property
+        def __class__(self):
+            raise RuntimeError("outside of a request")
+
+    class Model(nn.Linear):
+        def forward(self, batch, _):
+            return super().forward(batch)
+
+    model = Model(4, 4)
+    table.watch("", model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.rand(2, 4), Proxy()).sum().backward()
+        optimizer.step()
+    assert found(table).keys() == {"parameter", "gradient"}
+    assert caplog.text.count("inputs of Model are not told apart") == 1
+
+
+def test_a_watched_model_can_be_saved_and_copied(table):
+    model = nn.Sequential(nn.Linear(4, 4))
+    table.watch("", model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    batch = torch.rand(2, 4)
+    for other in (torch.load(file, weights_only=False), copy.deepcopy(model)):
+        assert torch.equal(other(batch), model(batch))
+        table._inputs = {}
+        other(batch)
+        assert table._inputs == {}
+    model(batch)
+    assert table._inputs
+
+
+def test_a_file_of_a_watched_model_needs_nothing_of_ours(table):
+    model = nn.Linear(2, 2)
+    table.watch("", model)
+    assert b"gpumem_otel" not in pickle.dumps(model)
+
+
+def test_watched_again_is_hooked_once_and_forgotten_with_its_object(table):
+    model = nn.Linear(2, 2)
+    for _ in range(3):
+        table.watch("", model)
+    assert (len(model._forward_pre_hooks), len(model._forward_hooks)) == (1, 1)
+    cache = torch.zeros(3)
+    for _ in range(3):
+        table.watch("kv_cache", cache)
+    assert len(table._named) == 1
+    assert len(table._roots) == 1
+    del model, cache
+    gc.collect()
+    assert not table._named
+    assert not table._roots
+
+
+def test_another_thread_may_change_a_module_meanwhile(table):
+    """GIVEN a cache whose attributes are read, WHEN reading it adds to its module, THEN it holds.
+
+    That stands for another thread, which can be at work at any line.
+    """
+    module = nn.Module()
+
+    class Cache(dict):
+        def values(self):
+            setattr(module, f"more_{len(vars(module))}", 1)
+            return super().values()
+
+    module.k_cache, module.v_cache = Cache(k=torch.zeros(5)), Cache(k=torch.zeros(6))
+    table.watch("", module)
+    assert sorted(found(table)["kv_cache"].values()) == [20, 24]
+    model = nn.Linear(2, 2)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: torch.rand(2, 2))
+    assert "gradient" in found(table)
+
+
+def test_a_mode_of_the_job_does_not_see_us(table):
+    class Seen(torch.overrides.TorchFunctionMode):
+        calls = 0
+
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            type(self).calls += 1
+            return function(*args, **(kwargs or {}))
+
+    model, cache, batch = nn.Linear(4, 4), torch.zeros(3), torch.rand(2, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, lambda: batch)
+    with Seen():
+        table.watch("", model)
+        table.watch("kv_cache", cache)
+        table._note_inputs(model, ((batch,), {}))
+        table.stepped(optimizer)
+    assert Seen.calls == 0
+    assert found(table).keys() == {"parameter", "gradient", "kv_cache", "input"}
+
+
+def test_long_lists_and_modules_are_not_walked():
+    tensor = torch.zeros(1)
+    assert list(tensors_in(([0] * 1000, tensor), torch.Tensor, 10)) == [tensor]
+    assert list(tensors_in([[tensor] * 5, [0] * 1000], torch.Tensor, 10)) == []
+
+    class Cache:
+        pass
+
+    held = Cache()
+    held.library = sys.modules[__name__]
+    held.k = tensor
+    assert list(tensors_in(held, torch.Tensor)) == [tensor]
+
+
+def test_no_code_of_an_object_runs():
+    class Lazy:
+        def __getattr__(self, name):
+            raise RuntimeError(name)
+
+        @property
+        def __dict__(self):
+            raise RuntimeError("no")
+
+    assert list(tensors_in([Lazy()], torch.Tensor)) == []
 
 
 def test_gradients_are_read_by_the_thread_that_steps_and_no_other(table):

@@ -95,6 +95,18 @@ def test_a_function_in_a_with_block(job):
     assert lines.display().functions[0].calls == 2
 
 
+def test_a_function_in_one_line_has_one_row_that_counts_its_calls(memory):
+    blocks = []
+    once = lambda: blocks.append(memory.alloc(KIB))  # noqa: E731
+    with LineProfiler(once) as lines:
+        for _ in range(3):
+            once()
+    (function,) = lines.display().functions
+    (row,) = function.rows
+    assert function.calls == row.hits == 3
+    assert row.devices[0].allocation_bytes == 3 * KIB
+
+
 def test_nested_calls_count_for_the_line_that_called(job):
     functions = job.functions()
     with LineProfiler(functions["plain"], functions["calls_plain"]) as lines:

@@ -164,3 +164,40 @@ def test_a_failure_ends_it_and_never_reaches_the_job(strings, caplog):
     assert marks.enter("y") is None
     assert not marks.supported
     assert [r.message for r in caplog.records] == ["regions label no allocations any more"]
+
+
+def test_a_finalizer_that_enters_a_region_within_enter_does_not_wait_for_itself(strings):
+    """The collector may run at any allocation, also while the lock is held."""
+    marks = AllocationMarks(strings.torch)
+    plain_get = marks._get
+    inner = []
+
+    def collected():
+        marks._get = plain_get
+        inner.append(marks.enter("finalizer"))
+        marks.exit(inner[0])
+        return plain_get()
+
+    marks._get = collected
+    thread = threading.Thread(target=lambda: marks.exit(marks.enter("outer")), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert inner[0].text == "finalizer"
+    assert strings.get() == ""
+
+
+def test_regions_that_always_overlap_hold_no_chain(strings):
+    marks = AllocationMarks(strings.torch)
+    strings.set("the job's")
+    before = marks.enter("region 0")
+    for number in range(1, 100):
+        now = marks.enter(f"region {number}")
+        marks.exit(before)
+        before = now
+    length, link = 0, before
+    while link is not None:
+        length, link = length + 1, link.below
+    assert length <= 2
+    marks.exit(before)
+    assert strings.get() == "the job's"

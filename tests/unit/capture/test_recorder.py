@@ -10,7 +10,7 @@ import pytest
 from support import fake_torch
 
 from gpumem_otel.capture.recorder import Recorder, known_arity, torch_version
-from gpumem_otel.errors import CaptureError
+from gpumem_otel.errors import BusyError, CaptureError
 
 VERSIONS = sorted(fake_torch.ARITY, key=lambda v: int(v.split(".")[1]))
 
@@ -178,7 +178,7 @@ def test_older_torch_clears_by_switching_off_in_between():
 def test_a_second_window_is_refused(torch, recorder):
     recorder.start()
     recorder.open_window(50)
-    with pytest.raises(CaptureError, match="another one is open"):
+    with pytest.raises(BusyError, match="another one is open"):
         recorder.open_window(50)
     assert recorder.close_window()
 

@@ -19,7 +19,7 @@ from gpumem_otel.core.model import Identity, SourceStatus, StepStats
 from gpumem_otel.core.ports import Reading
 from gpumem_otel.core.recording import RecordingWriter, load_recording
 from gpumem_otel.core.snapshot import load_snapshot
-from gpumem_otel.errors import CaptureError
+from gpumem_otel.errors import BusyError, CaptureError
 
 PYTHON = "h200-torch2.11-train-python-stacks.pickle.gz"
 COMPILED = "h200-torch2.11-compiled-training.pickle.gz"
@@ -208,7 +208,7 @@ def test_one_window_at_a_time(clock):
     refused = []
 
     def second() -> None:
-        with pytest.raises(CaptureError, match="another window is open"):
+        with pytest.raises(BusyError, match="another window is open"):
             source.window(0.1, threading.Event())
         refused.append(True)
 

@@ -16,7 +16,7 @@ from gpumem_otel.capture.sources import TorchSource
 from gpumem_otel.capture.stackless import autograd_has_threads
 from gpumem_otel.core.counters import Counters
 from gpumem_otel.core.model import SourceStatus
-from gpumem_otel.errors import CaptureError
+from gpumem_otel.errors import BusyError, CaptureError
 
 VERSIONS = ["2.3", "2.8", "2.11", "2.15"]
 
@@ -537,7 +537,7 @@ def test_one_window_at_a_time(torch, source, clock):
 
     def second():
         clock.on_wait.clear()
-        with pytest.raises(CaptureError, match="another one is open") as caught:
+        with pytest.raises(BusyError, match="another one is open") as caught:
             source.window(1, threading.Event())
         errors.append(caught.value)
 

@@ -65,3 +65,18 @@ def test_a_hook_that_was_chained_on_ours_stays_and_ours_only_passes_on(theirs):
     sys.excepthook(ValueError, ValueError(), None)
     assert seen == []
     assert len(theirs) == 1
+
+
+def test_a_signal_handler_that_ends_the_process_while_we_wait_does_not_hide_the_error(theirs):
+    def before(error, ending):
+        raise SystemExit(7)
+
+    way_out = WayOut(before)
+    way_out.start()
+    error = ValueError()
+    with pytest.raises(SystemExit):
+        sys.excepthook(ValueError, error, None)
+    with pytest.raises(SystemExit):
+        threading.excepthook("arguments")
+    way_out.stop()
+    assert theirs == [(ValueError, error, None), "arguments"]

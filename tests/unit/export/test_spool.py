@@ -10,6 +10,7 @@ import pytest
 
 from gpumem_otel.errors import SpoolError
 from gpumem_otel.export.spool import MAX_FILES, Spool, label_comments, labels_of
+from gpumem_otel.serve import rundir
 
 
 @pytest.fixture
@@ -137,3 +138,23 @@ def test_labels_are_read_back_from_the_comments():
     comments = ("rank 3 of 4", *label_comments(labels), "series label broken")
     assert labels_of(comments) == labels
     assert labels_of(("nothing",)) == ()
+
+
+def test_the_folders_above_it_are_for_this_user_alone_too(spool, folder):
+    """Where a group shares its umask, the run directory would be refused from then on."""
+    previous = os.umask(0)
+    try:
+        spool.write("a", b"profile")
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+    assert rundir.targets(str(folder.parent)) == []
+
+
+def test_who_had_to_make_room_is_told_of(folder):
+    told = []
+    spool = Spool(str(folder), max_files=2, on_dropped=lambda: told.append(1))
+    for name in "abcd":
+        spool.write(name, b"profile")
+    assert len(told) == 2
+    assert len(names(folder)) == 2

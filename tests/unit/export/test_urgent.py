@@ -96,3 +96,26 @@ def test_puts_of_many_threads_are_all_handled(repeat):
         maker.join()
     assert work.wait(10)
     assert sorted(seen) == list(range(16))
+
+
+def test_what_waits_already_crowds_out_nothing_and_drops_are_told_of():
+    started, go_on, seen, dropped = threading.Event(), threading.Event(), [], []
+
+    def handle(item, _):
+        started.set()
+        go_on.wait(10)
+        seen.append(item)
+
+    work = Urgent(handle, seconds=1, on_dropped=lambda: dropped.append(1))
+    work.put("first")
+    assert started.wait(10)
+    work.put("failure")
+    for _ in range(100):
+        work.put("counted", once=True)
+    assert dropped == []
+    for number in range(urgent.MAX_WAITING - 1):
+        work.put(number)
+    assert len(dropped) == 1
+    go_on.set()
+    assert work.wait(10)
+    assert seen == ["first", "counted", *range(urgent.MAX_WAITING - 1)]
