@@ -44,11 +44,16 @@ def _sockets() -> set[str]:
     return found
 
 
+def _not_pytests(hook: object) -> object:
+    """The hook; None for those that older versions of pytest put there for each phase of a test."""
+    return None if getattr(hook, "__module__", "").startswith("_pytest") else hook
+
+
 def _hooks() -> dict[str, object]:
     """Every place of the process that we hook into, as it is now."""
     state: dict[str, object] = {
         "excepthook": sys.excepthook,
-        "threading.excepthook": threading.excepthook,
+        "threading.excepthook": _not_pytests(threading.excepthook),
         "meta_path": list(sys.meta_path),
         **{str(number): signal.getsignal(number) for number in SIGNALS},
     }
