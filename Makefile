@@ -10,6 +10,9 @@ K8S_BIN = $(CACHE)/k8s/bin
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 SOURCES = gpumem_otel tests tools benchmarks grafana helm hatch_build.py deploy
 
+# Many tests wait for processes of their own: two files at a time take little more than half as long.
+TWO = -n 2 --dist loadfile
+
 SERVED = GPUMEM_REQUIRE_SERVERS=1 GPUMEM_SERVERS_BIN=$(SERVERS_BIN)
 CLUSTERED = $(SERVED) GPUMEM_REQUIRE_K8S=1 GPUMEM_K8S_BIN=$(K8S_BIN)
 
@@ -37,7 +40,7 @@ demo: $(VENV)/demo.stamp ## train on the GPU, or replay a recorded training run 
 	$(VENV)/bin/gpumem-otel demo --duration $(DURATION) $(DEMO)
 
 test: $(VENV)/test.stamp ## all tests that need neither a GPU, nor torch, nor servers
-	$(VENV)/bin/python -m pytest -m 'not servers' $(TESTS)
+	$(VENV)/bin/python -m pytest $(TWO) -m 'not servers' $(TESTS)
 
 servers: ## build the real servers and the programs of Kubernetes, which takes a while at first
 	tools/servers/build.sh $(SERVERS_BIN)
@@ -45,8 +48,8 @@ servers: ## build the real servers and the programs of Kubernetes, which takes a
 
 # What lies in grafana/, deploy/ and helm/, in all that can be had here of what reads it.
 # Servers wait more than they work, so two files at a time.
-DEPLOYED = $(CLUSTERED) GPUMEM_SAID=$(CACHE)/said.jsonl $(VENV)/bin/python -m pytest -n 2 \
-	--dist loadfile tests/servers tests/unit/test_alert_rules.py tests/unit/test_dashboards.py \
+DEPLOYED = $(CLUSTERED) GPUMEM_SAID=$(CACHE)/said.jsonl $(VENV)/bin/python -m pytest $(TWO) \
+	tests/servers tests/unit/test_alert_rules.py tests/unit/test_dashboards.py \
 	tests/unit/test_deploy_*.py tests/unit/test_helm_*.py
 
 check-deploy: $(VENV)/test.stamp servers ## dashboards, alerts, deploy/, helm/ in real servers and a real Kubernetes API
@@ -91,8 +94,8 @@ test-torch: ## the tests that touch torch, on TORCH=2.15.0 or an older one
 	$(CACHE)/torch-$(TORCH)/bin/python -m pip --disable-pip-version-check --quiet install \
 		'torch==$(TORCH)' 'numpy<$(if $(filter 2.3%,$(TORCH)),2,3)' setuptools
 	$(CACHE)/torch-$(TORCH)/bin/python -m pip --disable-pip-version-check --quiet install \
-		-e '.[test]'
-	$(CACHE)/torch-$(TORCH)/bin/python -m pytest -m torch $(TESTS)
+		-e '.[test]' 'pytest-xdist>=3.6'
+	$(CACHE)/torch-$(TORCH)/bin/python -m pytest $(TWO) -m torch $(TESTS)
 
 test-gpu: ## the tests that need a CUDA device, with this Python's torch
 	$(PYTHON) -m pytest -m gpu $(TESTS)
