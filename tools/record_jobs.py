@@ -66,7 +66,7 @@ def oom(torch: Any, deadline: float) -> None:
     model = _model(torch)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     rows, found = 1024, False
-    quiet_until = time.monotonic() + SECONDS / 4
+    quiet_until = time.monotonic() + (deadline - time.monotonic()) / 4
     while time.monotonic() < deadline:
         try:
             _step(torch, model, optimizer, rows)
