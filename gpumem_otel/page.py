@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from importlib.abc import Traversable
 
     from gpumem_otel.core.model import HeapProfile
-    from gpumem_otel.core.record_values import Recording
     from gpumem_otel.core.snapshot import Snapshot
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "file_html",
     "html",
     "profiles_html",
-    "recording_html",
     "require",
 ]
 
@@ -60,6 +58,7 @@ def file_html(
     device: int | None = None,
     view: str = "flamegraph",
     kind: ProfileKind = ProfileKind.LIVE,
+    title: str = "",
 ) -> str:
     """A page about a file, whichever kind it is, or about what changed since another one.
 
@@ -69,6 +68,7 @@ def file_html(
         device: only this one; None: all.
         view: where the page opens, one of `VIEWS`; all others are a click away.
         kind: of the flame graph that is shown first.
+        title: by default the name of the file.
 
     Raises:
         PageError: the page was not built into this installation.
@@ -84,7 +84,7 @@ def file_html(
     else:
         allocated = opened.profiles(ProfileKind.ALLOCATED) if recording.windows else ()
         form.add_recording(recording, device, allocated=allocated)
-    return _put(template, form, opened.snapshot.source, view, kind, device)
+    return _put(template, form, title or opened.snapshot.source, view, kind, device)
 
 
 def html(
@@ -96,58 +96,15 @@ def html(
     kind: ProfileKind = ProfileKind.LIVE,
     title: str = "",
 ) -> str:
-    """A page about a snapshot, or about what changed since another one.
-
-    Args:
-        snapshot: what to show.
-        before: what to compare it with.
-        device: only this one; None: all.
-        view: where the page opens, one of `VIEWS`; all others are a click away.
-        kind: of the flame graph that is shown first.
-        title: by default the name of the file.
-
-    Raises:
-        PageError: the page was not built into this installation.
-        SnapshotError: the sizes in the trace are no sizes.
-    """
-    template = _template()
-    form = PageForm()
-    if before is not None:
-        form.add_before(Opened(before), device)
-    form.add_snapshot(snapshot, device)
-    return _put(template, form, title or snapshot.source, view, kind, device)
-
-
-def recording_html(
-    recording: Recording,
-    *,
-    before: Snapshot | None = None,
-    device: int | None = None,
-    view: str = "timeline",
-    kind: ProfileKind = ProfileKind.LIVE,
-    title: str = "",
-    allocated: Sequence[HeapProfile] = (),
-) -> str:
-    """A page about a recording of ours: its last reading, and all of them over time.
-
-    Args:
-        recording: what to show, with at least one reading.
-        before: what to compare its last reading with.
-        device: only this one; None: all.
-        view: where the page opens.
-        kind: of the flame graph that is shown first.
-        title: by default the name of the file.
-        allocated: what was allocated in its last window, if it has one.
-
-    Raises:
-        PageError: the page was not built into this installation.
-    """
-    template = _template()
-    form = PageForm()
-    if before is not None:
-        form.add_before(Opened(before), device)
-    form.add_recording(recording, device, allocated=allocated)
-    return _put(template, form, title or recording.source, view, kind, device)
+    """`file_html` of a snapshot, or of what changed since another one."""
+    return file_html(
+        Opened(snapshot),
+        before=None if before is None else Opened(before),
+        device=device,
+        view=view,
+        kind=kind,
+        title=title,
+    )
 
 
 def profiles_html(

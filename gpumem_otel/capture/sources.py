@@ -24,11 +24,12 @@ from gpumem_otel.errors import BusyError, CaptureError
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from gpumem_otel.capture.tensors import TableEntries
     from gpumem_otel.core.counters import Counters
     from gpumem_otel.core.ports import Clock
+    from gpumem_otel.core.snapshot import Snapshot
 
 __all__ = ["TorchSource"]
 
@@ -259,7 +260,7 @@ class TorchSource:
         self._gaps_seen = gaps
         classifier = None
         if self.tensors is not None:
-            classifier, seconds = self._classifier(raw, entries)
+            classifier, seconds = self._classifier(reading.snapshot, entries)
             sliced_seconds += seconds
         return replace(
             reading,
@@ -268,23 +269,31 @@ class TorchSource:
             classifier=classifier,
         )
 
-    def _classifier(self, raw: Any, entries: TableEntries) -> tuple[Classifier, float]:
+    def _classifier(self, snapshot: Snapshot, entries: TableEntries) -> tuple[Classifier, float]:
         """What tells the classes of a snapshot's blocks, and the seconds that took in slices."""
-        if self._workspaces is None:
-            self._workspaces = workspace_sizes(self._environ)
-        if not entries and not self._workspaces:
+        if not entries and not self._workspace_sizes():
             return Classifier({}), 0.0
         self._pacer.begin()
         try:
             known = TensorTable.alive(entries, self._pacer.pause)
-            segments = raw["segments"] if isinstance(raw, dict) else raw
-            workspaces = workspaces_in(
-                segments, self._workspaces, known, self._workspaces_before, self._pacer.pause
-            )
-            self._workspaces_before = workspaces
+            self._workspaces_before = workspaces = self._workspaces_in(snapshot, known)
         finally:
             seconds = self._pacer.end()
         return Classifier(known, workspaces), seconds
+
+    def _workspaces_in(self, snapshot: Snapshot, known: Collection[int]) -> set[int]:
+        return workspaces_in(
+            snapshot.raw_segments(),
+            self._workspace_sizes(),
+            known,
+            self._workspaces_before,
+            self._pacer.pause,
+        )
+
+    def _workspace_sizes(self) -> tuple[int, ...]:
+        if self._workspaces is None:
+            self._workspaces = workspace_sizes(self._environ)
+        return self._workspaces
 
     def read_at_once(self, budget_seconds: float) -> Reading | None:
         """A reading on the job's own thread, which waits for it; `completed` does the rest.
@@ -317,18 +326,10 @@ class TorchSource:
         """A reading of `read_at_once` with what took too long for the job's thread."""
         if reading.classifier is None:
             return reading
-        if self._workspaces is None:
-            self._workspaces = workspace_sizes(self._environ)
         known = reading.classifier.by_address
         self._pacer.begin()
         try:
-            workspaces = workspaces_in(
-                reading.snapshot.raw_segments(),
-                self._workspaces,
-                known,
-                self._workspaces_before,
-                self._pacer.pause,
-            )
+            workspaces = self._workspaces_in(reading.snapshot, known)
         finally:
             self._counters.add("exporter_stall_seconds", self._pacer.end())
         return replace(reading, classifier=Classifier(known, workspaces))
@@ -397,7 +398,7 @@ class TorchSource:
         started = self._clock.monotonic()
         self._idle_seconds = 0.0
         try:
-            before, reading, raw, entries = self._record(stats, seconds, stop, frees, enough)
+            before, reading, entries = self._record(stats, seconds, stop, frees, enough)
         except (CaptureError, RuntimeError) as error:
             self._counters.add("exporter_stall_seconds", self._busy_since(started))
             if isinstance(error, CaptureError):
@@ -409,7 +410,7 @@ class TorchSource:
             self._window_lock.release()
         classifier = None
         if entries is not None:
-            classifier, sliced_seconds = self._classifier(raw, entries)
+            classifier, sliced_seconds = self._classifier(reading.snapshot, entries)
             stall_seconds += sliced_seconds
         known = {s.device for s in before}
         fresh = tuple(
@@ -439,7 +440,7 @@ class TorchSource:
         stop: threading.Event,
         frees: bool,
         enough: Callable[[], bool] | None,
-    ) -> tuple[tuple[DeviceStats, ...], Reading, Any, TableEntries | None]:
+    ) -> tuple[tuple[DeviceStats, ...], Reading, TableEntries | None]:
         before = stats.counters(stats.devices())
         self.recorder.open_window(self._max_window_events, frees=frees)
         per_free = max(self.recorder.events_per_free, int(frees))
@@ -455,7 +456,7 @@ class TorchSource:
         if not undisturbed:
             raise CaptureError("window: the job switched memory history itself; events are its own")
         self._count_overflow(raw)
-        return before, reading, raw, entries
+        return before, reading, entries
 
     def _wait(  # noqa: PLR0917 - as `window` was called
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 
 import pytest
@@ -12,7 +11,7 @@ from support.recordings import make_recording
 from gpumem_otel import page
 from gpumem_otel.core import heap
 from gpumem_otel.core.frames import file_function_namer
-from gpumem_otel.core.recording import load_recording
+from gpumem_otel.core.opened import open_bytes
 from gpumem_otel.core.snapshot import load_snapshot
 
 pytestmark = pytest.mark.browser
@@ -274,8 +273,9 @@ def test_devices_are_chosen(open_page, data_dir):
 
 
 def test_moments_of_a_recording_are_its_readings(open_page):
-    recording = load_recording(io.BytesIO(make_recording(TRAIN, OOM, TRAIN)), name="run.gpumem")
-    shown = open_page(page.recording_html(recording))
+    opened = open_bytes(make_recording(TRAIN, OOM, TRAIN), "run.gpumem")
+    recording = opened.recording
+    shown = open_page(page.file_html(opened, view="timeline"))
     books = [reading.snapshot.books(0) for reading in recording.readings]
     state = shown.state
     assert state["view"] == "timeline"

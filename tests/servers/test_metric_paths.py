@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 from support import observations as obs
+from support.exposed import exposed
 from support.said import said
 from support.servers import Collector, Prometheus, program
 
@@ -56,32 +54,10 @@ def exposition(level: Level = Level.FULL) -> Exposition:
     return Exposition(observation, level, clock=SystemClock(), counters=Counters())
 
 
-@contextmanager
 def served():
     """Our exposition on a loopback port; gives `host:port`."""
     source = exposition()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            content_type, body = source.render(self.headers.get("Accept", ""))
-            self.send_response(200)
-            self.send_header("Content-Type", content_type)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+    return exposed(lambda _path, accept: source.render(accept))
 
 
 def push(endpoint: dict[str, str], rank: int = 3) -> None:

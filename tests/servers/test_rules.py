@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
-import threading
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from support import alert_rules
 from support.cli_process import WAIT
+from support.exposed import exposed
 from support.said import said
 from support.servers import Prometheus, program, until
 
@@ -126,29 +124,11 @@ class Ranks:
         )
 
 
-@contextmanager
 def served(ranks: Ranks):
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            body = ranks.text(int(self.path.removeprefix("/"))).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "text/plain; version=0.0.4")
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def render(path: str, _accept: str) -> tuple[str, bytes]:
+        return "text/plain; version=0.0.4", ranks.text(int(path.removeprefix("/"))).encode()
 
-        def log_message(self, *_):
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(10)
+    return exposed(render)
 
 
 def test_an_oom_of_a_scraped_job_is_one_alert_with_its_worst_three_ranks(tmp_path):
