@@ -15,6 +15,8 @@ and goes on. Messages are one line: the thing, the reason, the way out.
     +-- SpoolError             profiles could not be kept, or those that were kept not be read
     +-- MissingPackageError    an optional package that is not installed; an ImportError too
     +-- PageError              the page is not in this installation
+    +-- YieldRefusedError      a yield or restore that was not begun, or undone whole
+    +-- YieldFailedError       a yield or restore that ended in another state than it should
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ __all__ = [
     "ServeError",
     "SnapshotError",
     "SpoolError",
+    "YieldFailedError",
+    "YieldRefusedError",
 ]
 
 
@@ -113,3 +117,11 @@ class PageError(GpumemError):
 
 class MissingPackageError(GpumemError, ImportError):
     """What was asked for needs a package that is not installed."""
+
+
+class YieldRefusedError(GpumemError):
+    """A yield or restore that was not begun, or was undone whole: the state is what it was."""
+
+
+class YieldFailedError(GpumemError):
+    """A yield or restore that ended in another state than it should; the message says which."""

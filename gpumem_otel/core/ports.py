@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         SourceStatus,
     )
     from gpumem_otel.core.snapshot import Snapshot
+    from gpumem_otel.core.yields import Operation, RestoreRequest, YieldRequest, YieldStatus
 
 __all__ = [
     "Clock",
@@ -32,6 +33,7 @@ __all__ = [
     "Source",
     "StacklessRule",
     "WindowSource",
+    "YieldControl",
 ]
 
 Pause: TypeAlias = "Callable[[], None]"
@@ -235,4 +237,29 @@ class Observer(Protocol):
 
     def __call__(self) -> Observation | None:
         """The values of now (at most a second old), None where there is nothing to export."""
+        ...
+
+
+class YieldControl(Protocol):
+    """Commands to yield and restore, and what became of them; from any thread."""
+
+    def submit(self, request: YieldRequest | RestoreRequest, who: str) -> Operation:
+        """Begin it in the background.
+
+        A command that repeats the one that runs, or the state that is there, gives that operation.
+
+        Raises:
+            YieldRefusedError: another operation runs, or it can not be begun at all.
+        """
+        ...
+
+    def operation(self, operation_id: str) -> Operation | None:
+        """One of the last hundred, None where it is unknown."""
+        ...
+
+    def wait(self, version: int, seconds: float) -> YieldStatus:
+        """The status, once its version is another than this one, or after so long.
+
+        Never calls torch or CUDA.
+        """
         ...

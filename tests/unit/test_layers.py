@@ -24,6 +24,8 @@ MAY_IMPORT = {
     "capture": {"core", "config", "errors", "logs"},
     "export": {"core", "config", "errors", "folders", "logs", "_version"},
     "serve": {"core", "config", "errors", "folders", "logs", "_version"},
+    "yielding": {"core", "config", "errors", "folders", "logs"},
+    "yields": {"agent", "capture", "config", "core", "errors", "lifecycle", "logs", "yielding"},
     "answers": {"capture", "config", "core", "errors", "ranks", "serve"},
     "ooms": {"answers", "capture", "config", "core", "errors", "export", "logs", "serve"},
     "agent": {

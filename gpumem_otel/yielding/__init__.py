@@ -1,0 +1,1 @@
+"""Giving the GPU back and taking it again."""
