@@ -54,8 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     for job in options.jobs or _possible():
         rows[job] = _in_a_process(job)
         print(_line(job, rows[job]), flush=True)
-    if options.out:
-        options.out.write_text(json.dumps({**_machine(), "jobs": rows}, indent=1) + "\n")
+        if options.out:  # each time, since a lent machine may be gone before the last one
+            options.out.write_text(json.dumps({**_machine(), "jobs": rows}, indent=1) + "\n")
     return 0 if all("error" not in row for row in rows.values()) else 1
 
 

@@ -137,6 +137,7 @@ def overhead() -> list[str]:
         f"{found['gpu']}, torch {found['torch']}, Python {found['python']}, {found['date']};",
         "`python benchmarks/overhead.py`, all pairs in",
         f"[{OVERHEAD.name}]({OVERHEAD.relative_to(ROOT)}).",
+        *([found["note"]] if "note" in found else []),
         "Expect what PyTorch's own recorder costs, about 1.2 us per allocation, and next to",
         "nothing beyond it. The CPU-bound job shares one core with all other threads here, the",
         "worst case, and single pairs scatter by a tenth with that core's speed. What our threads",

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -128,7 +129,9 @@ def record(name: str, out: Path, seconds: float) -> None:
         job = [sys.executable, __file__, "--run", name, "--seconds", f"{seconds:g}"]
         verb = [sys.executable, "-m", "gpumem_otel.cli.main", "record", str(target)]
         command = [*verb, "--interval", "0.5", "--", *job, "--device-file", str(said)]
-        subprocess.run(command, check=True)  # noqa: S603 - our own
+        # the folders of this machine are nobody's concern
+        environ = {**os.environ, "GPUMEM_OTEL_REDACT_PATHS": "1"}
+        subprocess.run(command, check=True, env=environ)  # noqa: S603 - our own
         with_device(target, json.loads(said.read_text()))
     sys.stdout.write(f"{target}: {target.stat().st_size:,} bytes\n")
 

