@@ -329,7 +329,9 @@ def test_two_ranks_on_two_gpus(run, devices):
             dist.destroy_process_group()
             """,
             command=(
-                sys.executable, "-m", "torch.distributed.run",
+                # standalone: a store of its own per attempt; with the static one a restarted rank
+                # may read NCCL's address of the attempt before
+                sys.executable, "-m", "torch.distributed.run", "--standalone",
                 "--nproc-per-node", "2", "--max-restarts", "1",
             ),
             PYROSCOPE_SERVER_ADDRESS=server.url,
