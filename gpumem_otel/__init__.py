@@ -23,6 +23,8 @@ from gpumem_otel.errors import (
     PushError,
     ServeError,
     SnapshotError,
+    YieldFailedError,
+    YieldRefusedError,
 )
 from gpumem_otel.inspection import holders, release_traceback, report
 from gpumem_otel.lifecycle import install, participant, step, uninstall, watch
@@ -36,10 +38,19 @@ from gpumem_otel.profiling import (
     set_target_gpu,
 )
 from gpumem_otel.regions import region
+from gpumem_otel.yields import (
+    Courtesy,
+    restore,
+    yield_callbacks,
+    yield_memory,
+    yield_on_stop_signal,
+    yielded,
+)
 
 __all__ = [
     "CaptureError",
     "ConfigError",
+    "Courtesy",
     "EncodeError",
     "GpumemError",
     "LineProfiler",
@@ -49,6 +60,8 @@ __all__ = [
     "PushError",
     "ServeError",
     "SnapshotError",
+    "YieldFailedError",
+    "YieldRefusedError",
     "__version__",
     "holders",
     "install",
@@ -61,9 +74,14 @@ __all__ = [
     "region",
     "release_traceback",
     "report",
+    "restore",
     "set_target_gpu",
     "step",
     "uninstall",
     "unload_ipython_extension",
     "watch",
+    "yield_callbacks",
+    "yield_memory",
+    "yield_on_stop_signal",
+    "yielded",
 ]

@@ -26,12 +26,15 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from gpumem_otel.answers import Answers
+from gpumem_otel.capture.moments import not_between_steps
 from gpumem_otel.capture.pacer import Pacer
 from gpumem_otel.config import ServeConfig, process_environ
 from gpumem_otel.core.counters import Counters
+from gpumem_otel.core.quiet import QuietGate
 from gpumem_otel.errors import CaptureError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.ranks import in_notebook
+from gpumem_otel.yielding.safepoint import SafePoints
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,11 +47,12 @@ if TYPE_CHECKING:
     from gpumem_otel.capture.tensors import TensorTable
     from gpumem_otel.config import Config
     from gpumem_otel.core.model import HeapProfile, Identity, Observation, ProfileKind
-    from gpumem_otel.core.ports import FrameNamer, ProfileSink, Reading, Source
+    from gpumem_otel.core.ports import FrameNamer, ProfileSink, Reading, Source, YieldControl
     from gpumem_otel.export.otel import OtelMetrics
     from gpumem_otel.export.pusher import Pusher
     from gpumem_otel.export.transport import Transport
     from gpumem_otel.ooms import OomDesk
+    from gpumem_otel.serve.control import ControlListener
     from gpumem_otel.serve.server import Listener
 
 __all__ = ["Agent", "ProfilesCallback"]
@@ -107,6 +111,9 @@ class Agent:
         reader: profiles on demand; None until armed.
         answers: what the parts ask; None until armed.
         marks: torch's allocation metadata, for regions; None where nobody would see them.
+        gate: closed while nothing of ours may call torch or CUDA.
+        safe_points: where the job's thread can be stopped for a yield.
+        yields: the engine of yields, once somebody has asked for it (`gpumem_otel.yields`).
     """
 
     def __init__(
@@ -119,6 +126,7 @@ class Agent:
     ) -> None:
         self.config = config
         self.counters = Counters()
+        self.gate = QuietGate()
         self._given_source = source
         self._on_profiles = on_profiles
         self._environ = process_environ() if environ is None else environ
@@ -137,6 +145,7 @@ class Agent:
         self._source = self._given_source
         self._step_counter: StepCounter | None = None
         self._listener: Listener | None = None
+        self._control: ControlListener | None = None
         self._announced: Identity | None = None
         self._pusher: Pusher | None = None
         self._transport: Transport | None = None
@@ -145,6 +154,8 @@ class Agent:
         self.marks: AllocationMarks | None = None
         self.reader: Reader | None = None
         self.answers: Answers | None = None
+        self.safe_points = SafePoints(not_between_steps)
+        self.yields: YieldControl | None = None
 
     # life -----------------------------------------------------------------------------------
 
@@ -172,6 +183,7 @@ class Agent:
             classes=self.config.profiles.class_as != "off",
             pinned="pinned" in self.config.profiles.kinds,
             annotations=self.config.profiles.phases,
+            gate=self.gate,
         )
         self._source = source
         arming = Arming(self._arm, on_import=source.prepare)
@@ -189,6 +201,7 @@ class Agent:
             ("steps", self._start_steps),
             ("steps", self._start_regions),
             ("listen", self._start_listener),
+            ("control", self._start_control),
             ("push", self._start_metrics),
             ("push", self._start_host_profiles),
             ("push", self._start_pusher),
@@ -243,14 +256,17 @@ class Agent:
         for stage, action in reversed(undo):
             left = max(deadline - time.monotonic(), LEAST_STOP_SECONDS)
             self._guard.run(stage, partial(action, left))
-        self._listener = None
+        self._listener = self._control = None
 
     def after_fork_in_child(self) -> None:
         """Drop what was inherited, touching nothing of the parent's; wait for CUDA anew."""
         undo = self._undo
         self.counters.reset_lock_after_fork()
+        self.gate.forget_parent()
         if self._listener is not None:
             self._guard.run("fork", self._listener.close_in_child)
+        if self._control is not None:
+            self._guard.run("fork", self._control.close_in_child)
         for part in (self._pusher, self._transport, self._ooms):
             if part is not None:
                 self._guard.run("fork", part.abandon_after_fork)
@@ -315,8 +331,11 @@ class Agent:
             pacer=self._pacer,
             beside=beside,
             live_process=self._given_source is None,
+            gate=self.gate,
         )
         reader.windows.steps = self.answers.steps
+        # asked anew each time: the engine comes with the first command
+        self.answers.yield_status = lambda: None if self.yields is None else self.yields.wait(-1, 0)
         if self.config.record_path:
             self._guard.run("record", partial(self._start_recording, namer))
 
@@ -360,7 +379,10 @@ class Agent:
         counter = StepCounter(
             allocated=getattr(self._source, "allocated", dict) if counted else None,
             on_optimizer=tensors.stepped if tensors else None,
+            on_boundary=self.safe_points.reached,
         )
+        if tensors is not None:
+            tensors.on_forward = self.safe_points.reached
         self._begin("steps", counter.start, lambda _: counter.stop())
         self._step_counter = counter
         if counted:
@@ -374,7 +396,7 @@ class Agent:
             return
         from gpumem_otel.capture.marks import AllocationMarks
 
-        self.marks = AllocationMarks(torch)
+        self.marks = AllocationMarks(torch, gate=self.gate)
         self._defer("steps", lambda _: setattr(self, "marks", None))
 
     def _start_listener(self) -> None:
@@ -414,6 +436,31 @@ class Agent:
             lambda left: listener.stop(min(left, LISTENER_STOP_SECONDS)),
         )
         self._listener, self._announced = listener, identity
+
+    def _start_control(self) -> None:
+        """Take commands to yield and restore, where the job says so."""
+        if not self.config.control.enabled:
+            return
+        from importlib import import_module
+
+        from gpumem_otel.serve.control import ControlListener
+
+        _, answers = self._armed_parts()
+        # by name: that room stands above this one and is handed the agent
+        control: YieldControl = import_module("gpumem_otel.yields").engine_of(self)
+        listener = ControlListener(
+            control,
+            self.config.control,
+            run_dir=self.config.serve.run_dir,
+            identity=answers.identity(),
+            counters=self.counters,
+        )
+        self._begin(
+            "control",
+            listener.start,
+            lambda left: listener.stop(min(left, LISTENER_STOP_SECONDS)),
+        )
+        self._control = listener
 
     def _start_metrics(self) -> None:
         if not self.config.metrics.otlp:
@@ -533,6 +580,33 @@ class Agent:
         counter = self._step_counter
         if counter is not None:
             counter.step()
+        elif self._pid == os.getpid():
+            self.safe_points.reached()
+
+    @property
+    def why_not_now(self) -> str:
+        """What a yield would disturb just now, "" where nothing."""
+        ooms = self._ooms
+        return "an out-of-memory is being handled" if ooms is not None and ooms.busy else ""
+
+    @property
+    def several_optimizers(self) -> bool:
+        """Whether the steps of the first of several optimizers are taken for those of the job."""
+        return self._step_counter is not None and self._step_counter.several
+
+    @property
+    def rank(self) -> int:
+        """Of this process; 0 where nothing is armed."""
+        return 0 if self.answers is None else self.answers.identity().rank
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        """The process's environment as it was handed in."""
+        return self._environ
+
+    def defer(self, stage: str, undo: Callable[[float], object]) -> None:
+        """Have something undone when this agent stops; `undo` is given the seconds left."""
+        self._defer(stage, undo)
 
     def watch(self, name: str, item: object) -> None:
         """The job names what holds memory, see `TensorTable.watch`; never raises."""
@@ -574,14 +648,17 @@ class Agent:
         return self._pusher is not None and self._pusher.flush(timeout)
 
     def _note_reading(self, reading: Reading) -> None:
-        answers, listener = self.answers, self._listener
+        answers, listener, control = self.answers, self._listener, self._control
         if answers is None:
             return
         answers.last_read_ns = reading.time_ns
         identity = answers.identity()
-        if listener is not None and identity != self._announced:
+        if identity != self._announced:
             self._announced = identity  # torch.distributed came up: the run file says the rank
-            listener.announce()
+            if listener is not None:
+                listener.announce()
+            if control is not None:
+                control.announce(identity)
 
 
 class _ForPushes:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from gpumem_otel import ranks
 from gpumem_otel.core.model import Observation, ProfileKind, StepStats
-from gpumem_otel.errors import CaptureError
+from gpumem_otel.core.quiet import QuietGate
+from gpumem_otel.errors import BusyError, CaptureError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from gpumem_otel.core.counters import Counters
     from gpumem_otel.core.model import HeapProfile, Identity
     from gpumem_otel.core.ports import Source
+    from gpumem_otel.core.yields import YieldStatus
     from gpumem_otel.serve.deps import Health
 
 __all__ = ["Answers"]
@@ -53,8 +55,11 @@ class Answers:
         pacer: gives up the interpreter lock between slices of encoding.
         beside: profiles that go with a live read-out.
         live_process: whether the source is this process's own torch, not a recording.
+        gate: while it is closed torch is asked nothing, and the last values are given.
 
     Attributes:
+        yield_status: asks where the process stands between yield and restore; None where nobody
+            can ask it to give its memory back.
         step_stats: asks for the steps so far, of who counts or has recorded them.
         interval_seconds: asks for the interval between pushes as it is now.
         beside: profiles that go with a live read-out.
@@ -72,10 +77,14 @@ class Answers:
         pacer: Pacer,
         beside: Beside,
         live_process: bool,
+        gate: QuietGate | None = None,
     ) -> None:
+        self._gate = gate or QuietGate()
         self.step_stats: Callable[[], StepStats] = StepStats
+        self.yield_status: Callable[[], YieldStatus | None] = lambda: None
         self.interval_seconds: Callable[[], float] = lambda: config.profiles.interval_seconds
         self.last_read_ns = 0
+        self._values_ns = 0  # of what the metrics were last answered from
         self._config = config
         self._source = source
         self._reader = reader
@@ -122,13 +131,20 @@ class Answers:
         if known is not None and known != (identity.rank, identity.world_size):
             identity = replace(identity, rank=known[0], world_size=known[1])
         missing = [d for d in self.devices() if d not in identity.device_uuids]
-        if missing and (found := device_uuids(missing)):
+        if missing and self._gate.enter():
+            try:
+                found = device_uuids(missing)
+            finally:
+                self._gate.leave()
             identity = replace(identity, device_uuids={**identity.device_uuids, **found})
         self._identity = identity
         return identity
 
     def observe(self) -> Observation | None:
         """Everything the METRICS table reads from, at most a second old; None: nothing is armed.
+
+        While the driver holds this process, what the allocator and the driver said last, with the
+        time of it; all else is of now.
 
         Raises:
             CaptureError: the allocator could not be read.
@@ -141,7 +157,7 @@ class Answers:
                 return last
             started = time.monotonic()
             try:
-                observation = self._observe()
+                observation = self._observe(last)
             except Exception:
                 self._counters.add("exporter_errors", stage="read")
                 raise
@@ -160,21 +176,31 @@ class Answers:
             finally:
                 self._lock.release()
 
-    def _observe(self) -> Observation | None:
+    def _observe(self, last: Observation | None) -> Observation | None:
         status = self._source.status()
         if not status.armed:
             return None
+        time_ns = time.time_ns()
+        try:
+            # a driver that fails is said by the status; the counters of before would be a lie
+            devices = () if status.reason == "error" else self._source.stats()
+        except BusyError:
+            # without values of before there are no rows of the allocator, and none end
+            devices = () if last is None else last.devices
+            time_ns = time_ns if last is None else last.time_ns
+        if devices:
+            self._values_ns = time_ns
         return Observation(
             identity=self.identity(),
             status=status,
-            time_ns=time.time_ns(),
-            # a driver that fails is said by the status; the counters of before would be a lie
-            devices=() if status.reason == "error" else self._source.stats(),
+            time_ns=time_ns,
+            devices=devices,
             home_device=self._home_device,
             books=self._reader.books(),
             classes=self._reader.classes(),
             steps=self.step_stats(),
             counters=self._counters.snapshot(),
+            yields=self.yield_status(),
         )
 
     def profile(
@@ -196,9 +222,9 @@ class Answers:
             used = ", ".join(str(known) for known in self.devices()) or "none"
             raise ValueError(f"device {device} is not used by this process; used: {used}")
         if kind is ProfileKind.LIVE:
-            profiles = self._reader.live()
+            profiles = self._live()
         elif kind is ProfileKind.PINNED:
-            self._reader.live()
+            self._live()
             profiles = self.beside.pinned(time.time_ns())
             device = None  # host memory is of none
         elif kind is ProfileKind.GROWTH:
@@ -213,6 +239,24 @@ class Answers:
             if not profiles:
                 raise CaptureError(f"read: nothing is known of device {device} just now")
         return gzip_bytes(self._encode(profiles, kind, {"rank": str(self.identity().rank)}))
+
+    def _live(self) -> tuple[HeapProfile, ...]:
+        """What is alive; while the driver holds this process what was alive before, and it says so.
+
+        Raises:
+            BusyError: nothing was read before.
+        """
+        from gpumem_otel.capture.costs import with_comments
+
+        try:
+            return self._reader.live()
+        except BusyError as error:
+            last = self._reader.last()
+            if last is None:
+                raise
+            age_seconds, profiles = last
+            told = f"read {age_seconds:.0f} s before it was asked for: {error}"
+            return tuple(with_comments(profile, (told,)) for profile in profiles)
 
     def encode(self, profile: HeapProfile) -> bytes:
         """One profile of one device as uncompressed pprof within the budget."""
@@ -253,6 +297,8 @@ class Answers:
         ages = {}
         if self.last_read_ns:
             ages["read"] = (time.time_ns() - self.last_read_ns) / 1e9
+        if self._values_ns:
+            ages["values"] = (time.time_ns() - self._values_ns) / 1e9
         if self._config.pyroscope.url:
             late_seconds = LATE_INTERVALS * self.interval_seconds()
             pushed = max(
@@ -273,7 +319,12 @@ class Answers:
         from gpumem_otel.capture.process import process_facts
 
         identity = self.identity()
-        facts = process_facts(self.devices())
+        facts: dict[str, str] = {}
+        if self._gate.enter():
+            try:
+                facts = process_facts(self.devices())
+            finally:
+                self._gate.leave()
         rank = f"rank {identity.rank} of {identity.world_size}, restart {identity.restart}"
         where = f"node {identity.node}, process {identity.pid}"
         uuids = [f"device {d}: {uuid}" for d, uuid in sorted(identity.device_uuids.items())]

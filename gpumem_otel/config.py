@@ -16,6 +16,7 @@ __all__ = [
     "DEFAULT_KINDS",
     "CaptureConfig",
     "Config",
+    "ControlConfig",
     "MetricsConfig",
     "OomConfig",
     "ProfileConfig",
@@ -194,6 +195,48 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ControlConfig:
+    """The listener that takes commands to yield and restore; off unless asked for."""
+
+    enabled: bool = False
+    """Take commands to yield and restore, on a Unix socket in the folder of `run_dir` that only
+    this user can open. `GPUMEM_OTEL_CONTROL`."""
+    host: str = ""
+    """Address to take commands on over TCP too; nowhere where it is empty. Needs tokens or client
+    certificates, and TLS unless it is a loopback address. `GPUMEM_OTEL_CONTROL_HOST`."""
+    port: int = 9564
+    """Base port of that; a process listens on base + local rank. 0: any free port.
+    `GPUMEM_OTEL_CONTROL_PORT`."""
+    token: Secret = field(default_factory=lambda: Secret(""))
+    """Bearer token with all roles. Every child process inherits a variable: a file is better, and
+    a warning says so. `GPUMEM_OTEL_CONTROL_TOKEN`."""
+    token_file: str = ""
+    """File with bearer tokens and their roles, a line for each, read again when it changes.
+    `GPUMEM_OTEL_CONTROL_TOKEN_FILE`."""
+    tls_cert_file: str = ""
+    """PEM certificate: commands over TCP come through TLS. `GPUMEM_OTEL_CONTROL_TLS_CERT_FILE`."""
+    tls_key_file: str = ""
+    """Its key, where the certificate's file does not hold it.
+    `GPUMEM_OTEL_CONTROL_TLS_KEY_FILE`."""
+    tls_client_ca_file: str = ""
+    """Clients must show a certificate of this CA. `GPUMEM_OTEL_CONTROL_TLS_CLIENT_CA_FILE`."""
+    client_roles: tuple[str, ...] = ()
+    """Roles of whoever shows such a certificate (`read`, `yield`, `restore`), or of one common
+    name alone (`name=yield`); comma separated in the variable.
+    `GPUMEM_OTEL_CONTROL_CLIENT_ROLES`."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host header names accepted there besides loopback names, the bound address and this
+    machine's name and addresses (`*`: any); comma separated in the variable.
+    `GPUMEM_OTEL_CONTROL_ALLOWED_HOSTS`."""
+    insecure: bool = False
+    """Take commands without TLS on an address that is no loopback address: whoever sees the
+    traffic has the token. `GPUMEM_OTEL_CONTROL_INSECURE`."""
+    disk_dirs: tuple[str, ...] = ()
+    """Folders that a command may name, or a folder below them, for what host memory can not hold;
+    comma separated in the variable. `GPUMEM_OTEL_CONTROL_DISK_DIRS`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OomConfig:
     """What happens when an allocation fails."""
 
@@ -234,6 +277,7 @@ class Config:
     pyroscope: PyroscopeConfig = field(default_factory=PyroscopeConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
+    control: ControlConfig = field(default_factory=ControlConfig)
     oom: OomConfig = field(default_factory=OomConfig)
     warnings: tuple[str, ...] = ()
 

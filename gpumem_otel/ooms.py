@@ -147,6 +147,11 @@ class OomDesk:
         self._way_out.stop()
         self._close_connection()
 
+    @property
+    def busy(self) -> bool:
+        """Whether a failure is looked at just now, or told of."""
+        return self._watch.busy or not self._urgent.wait(0.0)
+
     def abandon_after_fork(self) -> None:
         """In a forked child: nothing is waited for, the parent's connection is let go."""
         self._watch.stop()

@@ -16,6 +16,7 @@ from gpumem_otel import parsers as p
 from gpumem_otel.config import (
     CaptureConfig,
     Config,
+    ControlConfig,
     MetricsConfig,
     OomConfig,
     ProfileConfig,
@@ -84,6 +85,18 @@ class InstallOptions(TypedDict, total=False):
     allowed_hosts: Sequence[str]
     run_dir: str
     handover_dir: str
+    control: bool
+    control_host: str
+    control_port: int
+    control_token: str
+    control_token_file: str
+    control_tls_cert_file: str
+    control_tls_key_file: str
+    control_tls_client_ca_file: str
+    control_client_roles: Sequence[str]
+    control_allowed_hosts: Sequence[str]
+    control_insecure: bool
+    control_disk_dirs: Sequence[str]
     oom: bool
     oom_snapshot_dir: str
     spool_dir: str
@@ -246,6 +259,52 @@ OPTIONS: tuple[Option, ...] = (
     _option("allowed_hosts", "serve", "allowed_hosts", "GPUMEM_OTEL_ALLOWED_HOSTS", p.words()),
     _option("run_dir", "serve", "run_dir", "GPUMEM_OTEL_RUN_DIR", p.text),
     _option("handover_dir", "serve", "handover_dir", "GPUMEM_OTEL_HANDOVER_DIR", p.text),
+    _option("control", "control", "enabled", "GPUMEM_OTEL_CONTROL", p.flag),
+    _option("control_host", "control", "host", "GPUMEM_OTEL_CONTROL_HOST", p.text),
+    _option("control_port", "control", "port", "GPUMEM_OTEL_CONTROL_PORT", p.integer(0, 65_535)),
+    _option("control_token", "control", "token", "GPUMEM_OTEL_CONTROL_TOKEN", p.secret),
+    _option(
+        "control_token_file", "control", "token_file", "GPUMEM_OTEL_CONTROL_TOKEN_FILE", p.text
+    ),
+    _option(
+        "control_tls_cert_file",
+        "control",
+        "tls_cert_file",
+        "GPUMEM_OTEL_CONTROL_TLS_CERT_FILE",
+        p.text,
+    ),
+    _option(
+        "control_tls_key_file",
+        "control",
+        "tls_key_file",
+        "GPUMEM_OTEL_CONTROL_TLS_KEY_FILE",
+        p.text,
+    ),
+    _option(
+        "control_tls_client_ca_file",
+        "control",
+        "tls_client_ca_file",
+        "GPUMEM_OTEL_CONTROL_TLS_CLIENT_CA_FILE",
+        p.text,
+    ),
+    _option(
+        "control_client_roles",
+        "control",
+        "client_roles",
+        "GPUMEM_OTEL_CONTROL_CLIENT_ROLES",
+        p.words(),
+    ),
+    _option(
+        "control_allowed_hosts",
+        "control",
+        "allowed_hosts",
+        "GPUMEM_OTEL_CONTROL_ALLOWED_HOSTS",
+        p.words(),
+    ),
+    _option("control_insecure", "control", "insecure", "GPUMEM_OTEL_CONTROL_INSECURE", p.flag),
+    _option(
+        "control_disk_dirs", "control", "disk_dirs", "GPUMEM_OTEL_CONTROL_DISK_DIRS", p.words()
+    ),
     _option("oom", "oom", "enabled", "GPUMEM_OTEL_OOM", p.flag),
     _option("oom_snapshot_dir", "oom", "snapshot_dir", "GPUMEM_OTEL_OOM_SNAPSHOT_DIR", p.text),
     _option("spool_dir", "oom", "spool_dir", "GPUMEM_OTEL_SPOOL_DIR", p.text),
@@ -316,6 +375,7 @@ def resolve(environ: Mapping[str, str], **options: Unpack[InstallOptions]) -> Co
         "pyroscope": {},
         "metrics": {},
         "serve": {},
+        "control": {},
         "oom": {},
     }
     for option in OPTIONS:
@@ -342,6 +402,7 @@ def resolve(environ: Mapping[str, str], **options: Unpack[InstallOptions]) -> Co
         pyroscope=PyroscopeConfig(**sections["pyroscope"]),  # type: ignore[arg-type]
         metrics=MetricsConfig(**sections["metrics"]),  # type: ignore[arg-type]
         serve=ServeConfig(**sections["serve"]),  # type: ignore[arg-type]
+        control=ControlConfig(**sections["control"]),  # type: ignore[arg-type]
         oom=OomConfig(**sections["oom"]),  # type: ignore[arg-type]
         warnings=tuple(warnings),
         **sections[""],  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-__all__ = ["read_autograd", "who_works"]
+__all__ = ["read_autograd", "who_works", "work_of"]
 
 _TRIES: Final = 4
 _BACKWARD: Final = frozenset({"_engine_run_backward", "backward", "grad"})
@@ -63,11 +63,12 @@ def who_works(torch: Any) -> str:
     stacks.pop(own, None)  # of this very function, which must not keep itself alive
     found = ""
     for frame in stacks.values():
-        found = found or _works(frame)
+        found = found or work_of(frame)
     return found
 
 
-def _works(innermost: FrameType) -> str:
+def work_of(innermost: FrameType) -> str:
+    """What a thread with this innermost frame does with tensors, "" where it does nothing."""
     frame: FrameType | None = innermost
     knows_torch = False
     while frame is not None:

@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.capture.recorder import torch_version
+from gpumem_otel.core.quiet import QuietGate
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
@@ -61,12 +62,15 @@ class AllocationMarks:
 
     Args:
         torch: the module.
+        gate: while it is closed nothing is set, and what stood there is put back by the next
+            region of the thread (torch keeps the string under the allocator's lock).
 
     Attributes:
         supported: whether this torch has such a string.
     """
 
-    def __init__(self, torch: Any) -> None:
+    def __init__(self, torch: Any, *, gate: QuietGate | None = None) -> None:
+        self._gate = gate or QuietGate()
         c = torch._C  # noqa: SLF001 - the string has no public name
         self._get: Callable[[], Any] | None = getattr(c, "_cuda_getMemoryMetadata", None)
         self._set: Callable[[Any], None] | None = getattr(c, "_cuda_setMemoryMetadata", None)
@@ -88,9 +92,13 @@ class AllocationMarks:
         get, put = self._get, self._set
         if not self.supported or get is None or put is None or self._pid != os.getpid():
             return None
+        if not self._gate.enter():
+            return None
         try:
             with self._lock:
                 marks = self._marks()
+                for late in [mark for mark in marks if mark.closed]:
+                    self._end(late, get, put)
                 device = -1 if self._per_thread else self._device()
                 before = get()
                 below = _newest(marks, device, before)
@@ -103,21 +111,30 @@ class AllocationMarks:
         except Exception:
             self._give_up()
             return None
+        finally:
+            self._gate.leave()
 
     def exit(self, mark: Mark) -> None:
         """Put back what stood there, unless the job has set something else meanwhile."""
         get, put = self._get, self._set
         if get is None or put is None or self._pid != os.getpid():
             return
+        mark.closed = True
+        if not self._gate.enter():
+            return
         try:
             with self._lock:
-                marks = self._marks()
-                mark.closed = True
-                if mark in marks:
-                    marks.remove(mark)
-                self._on_device(mark.device, lambda: self._put_back(mark, get, put))
+                self._end(mark, get, put)
         except Exception:
             self._give_up()
+        finally:
+            self._gate.leave()
+
+    def _end(self, mark: Mark, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
+        marks = self._marks()
+        if mark in marks:
+            marks.remove(mark)
+        self._on_device(mark.device, lambda: self._put_back(mark, get, put))
 
     def _marks(self) -> list[Mark]:
         return self._mine.marks if self._per_thread else self._shared

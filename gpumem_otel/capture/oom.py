@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpumem_otel.core.ooms import OutOfMemory
+from gpumem_otel.errors import BusyError
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
@@ -112,6 +113,11 @@ class OomWatch:
         self._unread: tuple[int, int, int, int] | None = None
         self._said = False
 
+    @property
+    def busy(self) -> bool:
+        """Whether a failure is looked at just now."""
+        return self._busy.locked()
+
     def start(self) -> None:
         """Attach the observer, or take over the one that is attached. CUDA is up."""
         _SLOT.attach(sys.modules.get("torch"))
@@ -188,6 +194,8 @@ class OomWatch:
     def _read(self, budget_seconds: float) -> Reading | None:
         try:
             reading = self._source.read_at_once(budget_seconds)
+        except BusyError:  # the driver holds this process: counted, not looked at
+            return None
         except Exception as error:
             self._broken(error)
             return None

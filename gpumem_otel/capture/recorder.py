@@ -151,10 +151,14 @@ class Recorder:
             if not self._theirs:
                 self._switch("state")
 
-    def stop(self) -> None:
-        """Undo everything; recording that is the job's goes on."""
+    def stop(self, *, quiet: bool = False) -> None:
+        """Undo everything; recording that is the job's goes on.
+
+        Args:
+            quiet: torch may not be called now, so its recording of stacks stays on.
+        """
         with self._lock:
-            here = self._pid == os.getpid()
+            here = self._pid == os.getpid() and not quiet
             off = self._started and not self._theirs and here
             self._started = self._watching = False
             self._window = ""

@@ -6,10 +6,11 @@ import os
 import sys
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from gpumem_otel.capture.exports import Exports
 from gpumem_otel.capture.pacer import Pacer
 from gpumem_otel.capture.recorder import Recorder, torch_version
 from gpumem_otel.capture.stackless import StacklessRoots
@@ -19,12 +20,13 @@ from gpumem_otel.capture.workspaces import workspace_sizes
 from gpumem_otel.core.classify import Classifier, workspaces_in
 from gpumem_otel.core.model import DeviceStats, SourceStatus
 from gpumem_otel.core.ports import Reading
+from gpumem_otel.core.quiet import QuietGate
 from gpumem_otel.core.snapshot import from_torch
 from gpumem_otel.errors import BusyError, CaptureError
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from gpumem_otel.capture.tensors import TableEntries
     from gpumem_otel.core.counters import Counters
@@ -47,6 +49,7 @@ _PACE_FROM_BLOCKS: Final = 1000
 """With fewer the time is not that of the blocks."""
 _ENGINE_IS_NAMED_SINCE: Final = (2, 4)
 _JOB_RECORDS: Final = "job_records_history"
+_QUIET: Final = "the driver holds this process: nothing is read until it runs again"
 
 _UNSUPPORTED: Final = {
     "allocator_backend": "allocator backend %s keeps no stacks: device metrics only",
@@ -75,9 +78,11 @@ class TorchSource:
         classes: whether readings tell tensor classes.
         pinned: record stacks of pinned host memory too, where torch can.
         annotations: record annotated ranges of all threads.
+        gate: stands before each call into torch; while it is closed readings raise BusyError.
 
     Attributes:
         tensors: the address table; None without classes.
+        exports: which storages were given to another process or library.
     """
 
     def __init__(
@@ -92,11 +97,16 @@ class TorchSource:
         classes: bool = True,
         pinned: bool = False,
         annotations: bool = False,
+        gate: QuietGate | None = None,
     ) -> None:
+        self.gate = gate or QuietGate()
         self.recorder = Recorder(stacks=stacks, pinned=pinned, annotations=annotations)
         self.tensors = (
-            TensorTable(lambda seconds: _count_refresh(counters, seconds)) if classes else None
+            TensorTable(lambda seconds: _count_refresh(counters, seconds), gate=self.gate)
+            if classes
+            else None
         )
+        self.exports = Exports()
         self._workspaces: tuple[int, ...] | None = None
         self._workspaces_before: set[int] = set()
         self._counters = counters
@@ -115,12 +125,14 @@ class TorchSource:
         self._window_lock = threading.Lock()
         self._idle_seconds = 0.0
         self._block_seconds = _BLOCK_SECONDS
+        self._devices: tuple[int, ...] = ()
 
     # life
 
     def prepare(self, torch: Any) -> None:
         """See the job's own recording calls from here on; initialises nothing."""
         self.recorder.prepare(torch)
+        self.exports.start(torch)
         if self.tensors is not None:
             self.tensors.start()
 
@@ -156,14 +168,22 @@ class TorchSource:
         self._roots = StacklessRoots(self._pacer, engine_is_named=False)
         if self.tensors is not None:
             self.tensors.stop()
-        self.recorder.stop()
+        self.exports.stop()
+        may = self.gate.enter()
+        try:
+            self.recorder.stop(quiet=not may)
+        finally:
+            if may:
+                self.gate.leave()
 
     def _forget_parent(self) -> None:
         """This is a forked child that makes a CUDA context of its own: nothing is inherited."""
         self._pid = os.getpid()
+        self.gate.forget_parent()
         self._stats = None
         self._window_lock = threading.Lock()
         self.recorder.forget_parent()
+        self.exports.forget_parent()
         self._workspaces_before = set()
         if self.tensors is not None:
             self.tensors.forget_parent()
@@ -187,11 +207,13 @@ class TorchSource:
         self._slow_copy_at = -1
         stats = self._stats
         if stats is None or not any(stats.allocated(stats.devices()).values()):
+            self.exports.began(())
             return
         started = self._clock.monotonic()
         raw = self.recorder.snapshot(traces=False)
         self._note_copy(self._clock.monotonic() - started)
         self._roots.remember_before_install(raw)
+        self.exports.began(from_torch(raw, source="torch").raw_segments())
         self._counters.add("exporter_stall_seconds", self._clock.monotonic() - started)
 
     # Source
@@ -203,14 +225,17 @@ class TorchSource:
             return SourceStatus(armed=False, supported=False, reason=self._why_not_armed())
         if self._pid != os.getpid():
             return SourceStatus(armed=False, supported=False, reason="forked")
-        try:
-            devices = stats.devices()
-        except Exception:
-            return SourceStatus(armed=True, supported=False, reason="error")
+        if self.gate.enter():
+            try:
+                self._devices = stats.devices()
+            except Exception:
+                return SourceStatus(armed=True, supported=False, reason="error")
+            finally:
+                self.gate.leave()
         reason = self._reason
         if not reason and self._slow_copy_at == self.recorder.gaps:
             reason = _JOB_RECORDS
-        return SourceStatus(armed=True, supported=not reason, reason=reason, devices=devices)
+        return SourceStatus(armed=True, supported=not reason, reason=reason, devices=self._devices)
 
     def _why_not_armed(self) -> str:
         if self._stopped:
@@ -228,20 +253,37 @@ class TorchSource:
         stats = self._stats
         if stats is None or self._pid != os.getpid():
             return ()
+        with self._within("stats"):
+            try:
+                return stats.full(stats.devices())
+            except RuntimeError as error:
+                raise CaptureError(f"stats: {error}; no values this time") from error
+
+    @contextmanager
+    def _within(self, what: str) -> Iterator[None]:
+        """Where torch may be called.
+
+        Raises:
+            BusyError: not now.
+        """
+        if not self.gate.enter():
+            raise BusyError(f"{what}: {_QUIET}")
         try:
-            return stats.full(stats.devices())
-        except RuntimeError as error:
-            raise CaptureError(f"stats: {error}; no values this time") from error
+            yield
+        finally:
+            self.gate.leave()
 
     def allocated(self) -> dict[int, int]:
         """Bytes allocated now, by device: 11 us each. {} where not armed; never raises."""
         stats = self._stats
-        if stats is None or self._reason or self._pid != os.getpid():
+        if stats is None or self._reason or self._pid != os.getpid() or not self.gate.enter():
             return {}
         try:
             return stats.allocated(stats.devices())
         except Exception:  # asked on the job's own thread
             return {}
+        finally:
+            self.gate.leave()
 
     def read(self) -> Reading:
         """See `Source`. One at a time; a window may be open meanwhile.
@@ -250,6 +292,10 @@ class TorchSource:
         history itself takes longer than a quarter of a second, with the interpreter lock held,
         there are no more readings until the job stops; `status()` says so.
         """
+        with self._within("read"):
+            return self._read_live()
+
+    def _read_live(self) -> Reading:
         stats = self._readable()
         self.recorder.keep_on()
         gaps = self.recorder.gaps
@@ -308,6 +354,10 @@ class TorchSource:
         Raises:
             CaptureError: the allocator could not be read.
         """
+        with self._within("read"):
+            return self._read_at_once(budget_seconds)
+
+    def _read_at_once(self, budget_seconds: float) -> Reading | None:
         stats = self._readable()
         blocks = sum(s.allocations - s.frees for s in stats.counters(stats.devices()))
         entries = self.tensors.snapshot() if self.tensors is not None else {}
@@ -388,10 +438,20 @@ class TorchSource:
         frees: bool = False,
         enough: Callable[[], bool] | None = None,
     ) -> Reading:
-        """See `WindowSource`. Ends early when `max_window_events` are near.
+        """See `WindowSource`. Ends early when `max_window_events` are near, or the gate closes.
 
         The reading's `stall_seconds` are all but the idle wait: opening and closing too.
         """
+        with self._within("window"):
+            return self._window(seconds, stop, frees, enough)
+
+    def _window(
+        self,
+        seconds: float,
+        stop: threading.Event,
+        frees: bool,
+        enough: Callable[[], bool] | None,
+    ) -> Reading:
         stats = self._readable()
         if not self._window_lock.acquire(blocking=False):
             raise BusyError("window: another one is open; try again when it is over")
@@ -476,7 +536,7 @@ class TorchSource:
             asleep = clock.monotonic()
             stopped = clock.wait(stop, min(left, tick))
             self._idle_seconds += clock.monotonic() - asleep
-            if stopped or (enough is not None and enough()):
+            if stopped or self.gate.closed or (enough is not None and enough()):
                 return
             for now in stats.counters(stats.devices()):
                 allocations, frees = first.get(now.device, (0, 0))

@@ -54,6 +54,8 @@ class StepCounter:
         on_optimizer: told, on the thread that stepped, of each outermost step of any optimizer
             and whether that was inside backward, and with None of each call of `step()`. Must
             not raise.
+        on_boundary: called last at each boundary, on the thread that stepped: it may stand still
+            there, and what it raises is the job's own and is passed on.
     """
 
     def __init__(
@@ -61,11 +63,13 @@ class StepCounter:
         allocated: Callable[[], Mapping[int, int]] | None = None,
         *,
         on_optimizer: Callable[[object | None, bool], object] | None = None,
+        on_boundary: Callable[[], object] | None = None,
         time_ns: Callable[[], int] = time.time_ns,
         monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._allocated = allocated
         self._on_optimizer = on_optimizer
+        self._on_boundary = on_boundary
         self._time_ns = time_ns
         self._monotonic = monotonic
         self._handles: list[Any] = []
@@ -106,6 +110,13 @@ class StepCounter:
         if self._on_optimizer is not None:
             self._on_optimizer(None, False)
         self._add()
+        if self._on_boundary is not None:
+            self._on_boundary()
+
+    @property
+    def several(self) -> bool:
+        """Whether several optimizers step, and none of `step()` says where a step ends."""
+        return self._said_several and not self._explicit
 
     def stats(self) -> StepStats:
         """Steps so far. What was read is replaced as a whole, so it can be asked at any time."""
@@ -145,24 +156,29 @@ class StepCounter:
             in_backward = graph_task_id() != -1
             if self._on_optimizer is not None:
                 self._on_optimizer(optimizer, in_backward)
-            if not self._explicit and not in_backward:
-                self._stepped(optimizer)
+            if self._explicit or in_backward:
+                return
+            if self._stepped(optimizer) and self._on_boundary is not None:
+                self._on_boundary()
 
         return before, after
 
-    def _stepped(self, optimizer: object) -> None:
+    def _stepped(self, optimizer: object) -> bool:
+        """Whether this is a boundary."""
         try:
             leader = self._leader() if self._leader is not None else None
             if leader is None:
                 self._leader = weakref.ref(optimizer)
             elif leader is not optimizer:
                 self._another(optimizer)
-                return
+                return False
             self._others = 0
             self._add()
         except Exception:
             self._active = False
             _log.warning("steps are counted no more", exc_info=True)
+            return False
+        return True
 
     def _another(self, optimizer: object) -> None:
         self._others += 1

@@ -25,6 +25,7 @@ from gpumem_otel.capture.containers import tensors_in
 from gpumem_otel.capture.objects import Kinds
 from gpumem_otel.capture.storages import WeakStorage, address_of, storages_of
 from gpumem_otel.core.classify import TensorClass
+from gpumem_otel.core.quiet import QuietGate
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
@@ -77,8 +78,11 @@ class TensorTable:
         counters_seconds: told what each refresh took of the job's thread.
         monotonic: seconds of a clock that never goes back.
         host_too: take up tensors in host memory as well; no block of a device has their address.
+        gate: while it is closed the job's hooks look at no tensor.
 
     Attributes:
+        on_forward: called at the end of each forward without gradients of a watched model, on the
+            thread that ran it: it may stand still there, and what it raises is the job's own.
         last_seconds: what the last refresh took; `tensors` how many it looked at.
     """
 
@@ -88,7 +92,9 @@ class TensorTable:
         *,
         monotonic: Callable[[], float] = time.perf_counter,
         host_too: bool = False,
+        gate: QuietGate | None = None,
     ) -> None:
+        self._gate = gate or QuietGate()
         self._tell = counters_seconds
         self._host_too = host_too
         self._monotonic = monotonic
@@ -110,6 +116,7 @@ class TensorTable:
         self._active = False
         self.last_seconds = 0.0
         self.tensors = 0
+        self.on_forward: Callable[[], object] | None = None
 
     # life
 
@@ -282,6 +289,14 @@ class TensorTable:
         now = self._monotonic()
         if now < self._wanted_from or now < self._allowed_from:
             return
+        if not self._gate.enter():
+            return
+        try:
+            self._refresh(now, here=here)
+        finally:
+            self._gate.leave()
+
+    def _refresh(self, now: float, *, here: bool) -> None:
         if not self._lock.acquire(blocking=False):
             return
         searched_seconds = 0.0
@@ -323,12 +338,16 @@ class TensorTable:
             # with gradients on, the optimizer's hook comes later and knows more
             if not is_compiling() and not is_grad_enabled():
                 self._refresh_if_due()
+                if self.on_forward is not None:
+                    self.on_forward()
 
         return after
 
     def _note_inputs(self, module: Any, arguments: Any) -> None:
         now = self._monotonic()
         if not self._active or now < self._wanted_from or now < self._inputs_allowed_from:
+            return
+        if self._gate.closed:  # a look at inputs waits for nobody
             return
         try:
             found: TableEntries = {}

@@ -150,7 +150,9 @@ def estimate(config: Config, wanted: Wanted) -> tuple[Row, Row, list[str]]:
 
     kinds = config.profiles.kinds
     level = Level(wanted.metrics_level or config.metrics.level)
-    own = series_of_a_rank(level, wanted.devices_per_rank, kinds)
+    without = series_of_a_rank(level, wanted.devices_per_rank, kinds)
+    can_yield = config.control.enabled
+    own = series_of_a_rank(level, wanted.devices_per_rank, kinds, can_yield=can_yield)
     only_otlp = config.metrics.otlp and not config.serve.enabled and not wanted.scrape_interval
     of_scrape = 0 if only_otlp else SCRAPE_SERIES
     every = config.metrics.otlp_interval_seconds if only_otlp else wanted.scrape_interval or 15.0
@@ -161,6 +163,10 @@ def estimate(config: Config, wanted: Wanted) -> tuple[Row, Row, list[str]]:
         f"metrics: level {level.value}, at most {own} series a rank, {way}",
         f"metrics: {BYTES_PER_SAMPLE} bytes a sample on Prometheus' disk; it says 1 to 2 itself",
     ]
+    if can_yield:
+        assumptions.append(
+            f"metrics: {own - without} of them about yield and restore (GPUMEM_OTEL_CONTROL)"
+        )
     if config.metrics.otlp and not only_otlp:
         assumptions.append("metrics: OTLP is on besides, and comes on top where it is stored too")
 

@@ -13,6 +13,7 @@ from gpumem_otel.core.model import (
     SourceStatus,
     StepStats,
 )
+from gpumem_otel.core.yields import RESIDUAL_CAUSES, YieldStatus
 from gpumem_otel.export.table import rows
 from gpumem_otel.export.values import DEFAULT_POOL, PRIVATE_POOLS_SHOWN
 
@@ -22,18 +23,21 @@ if TYPE_CHECKING:
 __all__ = ["series_of_a_rank"]
 
 
-def series_of_a_rank(level: Level, devices: int, kinds: tuple[str, ...]) -> int:
-    """Series that one process exports at most, every feature on.
+def series_of_a_rank(
+    level: Level, devices: int, kinds: tuple[str, ...], *, can_yield: bool = False
+) -> int:
+    """Series that one process exports at most, every other feature on.
 
     Args:
         level: how many metrics there are.
         devices: that the process uses.
         kinds: of the profiles that it pushes.
+        can_yield: whether it takes commands to yield.
     """
-    return sum(1 for _ in rows(_everything(devices, kinds), level))
+    return sum(1 for _ in rows(_everything(devices, kinds, can_yield=can_yield), level))
 
 
-def _everything(devices: int, kinds: tuple[str, ...]) -> Observation:
+def _everything(devices: int, kinds: tuple[str, ...], *, can_yield: bool) -> Observation:
     """One process of a larger job that shows every row of the table."""
     on = tuple(range(devices))
     # the default pool, those shown by name, and one for `other`
@@ -81,4 +85,7 @@ def _everything(devices: int, kinds: tuple[str, ...]) -> Observation:
         classes={device: dict.fromkeys((one.value for one in TensorClass), 1) for device in on},
         steps=StepStats(steps=1, last_step_time_ns=1, floor_bytes=dict.fromkeys(on, 1)),
         counters={("last_push_timestamp_seconds", (("kind", kind),)): 1.0 for kind in kinds},
+        yields=YieldStatus(lease_expiry_ns=1, residual_bytes=dict.fromkeys(RESIDUAL_CAUSES, 1))
+        if can_yield
+        else None,
     )

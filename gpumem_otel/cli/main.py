@@ -48,6 +48,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("dump", "dump", "Turn a recording into a snapshot pickle that memory_viz reads."),
     Verb("push", "push", "Send a snapshot, recording or pprof file to Pyroscope."),
     Verb("sd", "sd", "Print Prometheus targets of the jobs on this machine (file_sd)."),
+    Verb("ctl", "ctl", "Ask running jobs to give GPU memory back, and to take it again."),
     Verb("cost", "cost", "Print what a job of this size costs in series and bytes."),
     Verb("doctor", "doctor", "Say what works here, and what to do about what does not."),
 )

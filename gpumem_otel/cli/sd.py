@@ -14,7 +14,7 @@ from gpumem_otel.errors import ServeError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["command"]
+__all__ = ["command", "run_dirs"]
 
 _EPILOG = """\b
 Examples:
@@ -47,7 +47,7 @@ def command(run_dir: str | None, output: str, watch: float | None) -> None:
         raise click.BadParameter("the name of the file is empty", param_hint="'-o'")
     if watch is not None and output == "-":
         raise click.UsageError("--watch writes a file: give -o FILE")
-    folders = _folders(run_dir, environ())
+    folders = run_dirs(run_dir, environ())
     said: dict[str, str] = {}
     write_output(output, _file_sd(folders, said))
     while watch is not None:
@@ -60,7 +60,7 @@ def command(run_dir: str | None, output: str, watch: float | None) -> None:
             said.pop("", None)
 
 
-def _folders(run_dir: str | None, given: Mapping[str, str]) -> tuple[str, ...]:
+def run_dirs(run_dir: str | None, given: Mapping[str, str]) -> tuple[str, ...]:
     """The folder that was set, or all that jobs of this user may have chosen."""
     from gpumem_otel.options import resolve
 

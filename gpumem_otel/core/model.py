@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gpumem_otel.core.yields import YieldStatus
+
 __all__ = [
     "AllocEvent",
     "Annotation",
@@ -338,6 +340,8 @@ class Observation:
         home_device: carries the rows of the process as a whole, and must not change while it
             lives; None: the lowest armed device, 0 where there is none.
         counters: our own counters: (name, attributes sorted by key) -> value.
+        yields: where the process stands between yield and restore; None where nobody can ask it
+            to give its memory back.
     """
 
     identity: Identity
@@ -351,3 +355,4 @@ class Observation:
     counters: Mapping[tuple[str, tuple[tuple[str, str], ...]], float] = field(
         default_factory=lambda: MappingProxyType({})
     )
+    yields: YieldStatus | None = None

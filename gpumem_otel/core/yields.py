@@ -17,6 +17,8 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from gpumem_otel.core.yieldtext import report_lines
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -227,6 +229,9 @@ class YieldReport:
     checksums: str = ""
     dangers: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(report_lines(self))
 
 
 class OperationState(str, Enum):

@@ -8,11 +8,11 @@ holds. Unit-1 gauges end in `ratio`, since only then all ways lead to one name.
 
 Series per rank and device, at most, every feature on:
 
-| level | limit | now | kept for rows that come later |
+| level | limit | now | of them where the job can yield |
 | --- | --- | --- | --- |
-| minimal | 12 | 11 | 1: the yield state, when control is on |
-| standard | 25 | 25 | none: the yield state will take the place of a row |
-| full | 80 | 73 | 7 of yield and restore |
+| minimal | 12 | 12 | 1 |
+| standard | 25 | 25 | 1 |
+| full | 80, and 16 of yield and restore | 91 | 16 |
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 TIMED_STAGES = ("read", "encode", "push")
 """Stages whose time is told apart; the rest is `other`."""
 
-ERROR_STAGES = ("read", "push", "listen")
+ERROR_STAGES = ("read", "push", "listen", "control")
 DROP_REASONS = ("connect", "timeout", "rate_limited", "rejected")
 PUSHED_KINDS = tuple(kind.value for kind in ProfileKind)
 
@@ -196,11 +196,33 @@ METRICS: tuple[Metric, ...] = (
     Metric("gpumem.step.floor", "gpumem_step_floor_bytes", _GAUGE, "By", _MINIMAL,
            "Lowest allocated at recent step boundaries; it rises with a leak.",
            v.step_floor),
-    # gpumem_yield_*: their place; the state at minimal, the rest at full
+    # yield and restore, where control is on or the job has asked for it
+    Metric("gpumem.yield.state", "gpumem_yield_state", _GAUGE, "", _MINIMAL,
+           "1, with the state: running, yielding, yielded, restoring, failed; overdue once a "
+           "restore or the end of a lease has found the device taken.",
+           v.yield_state, ("state",)),
+    Metric("gpumem.yield.moved", "gpumem_yield_moved_bytes", _GAUGE, "By", _FULL,
+           "Away from the devices now: in host memory or on disk.",
+           v.yield_moved),
+    Metric("gpumem.yield.residual", "gpumem_yield_residual_bytes", _GAUGE, "By", _FULL,
+           "Left on the devices by the last yield, by cause; absent while nothing is yielded.",
+           v.yield_residual, ("cause",)),
+    Metric("gpumem.yield", "gpumem_yield_seconds_total", _COUNTER, "s", _FULL,
+           "Time spent in yields and restores, by phase.",
+           v.yield_phases, ("phase",)),
+    Metric("gpumem.yield.lease_expiry.timestamp", "gpumem_yield_lease_expiry_timestamp_seconds",
+           _GAUGE, "s", _FULL,
+           "When the lease ends and the memory comes back by itself, seconds since 1970; absent "
+           "without a lease.",
+           v.yield_lease_seconds),
     # about ourselves
     Metric("gpumem.supported", "gpumem_supported", _GAUGE, "", _MINIMAL,
            "1 where profiles can be had, else 0 with the reason.",
            v.supported, ("reason",)),
+    Metric("gpumem.values.timestamp", "gpumem_values_timestamp_seconds", _GAUGE, "s", _FULL,
+           "When the allocator was asked for these values, seconds since 1970; it stands still "
+           "while the driver holds the process.",
+           v.values_seconds),
     Metric("gpumem.exporter", "gpumem_exporter_seconds_total", _COUNTER, "s", _FULL,
            "Time spent by this tool's own work, by stage.",
            v.counter_by("exporter_seconds", "stage", TIMED_STAGES), ("stage",)),

@@ -16,15 +16,18 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeAlias
 
 from gpumem_otel.core.classify import TensorClass
+from gpumem_otel.core.yields import Phase, YieldState
 
 if TYPE_CHECKING:
     from gpumem_otel.core.model import DeviceBooks, DeviceStats, Observation
+    from gpumem_otel.core.yields import YieldStatus
 
 __all__ = [
     "CACHED_CAUSES",
     "COMMON_CLASSES",
     "DEFAULT_POOL",
     "OTHER",
+    "OVERDUE",
     "PRIVATE_POOLS_SHOWN",
     "Attributes",
     "Row",
@@ -47,6 +50,12 @@ __all__ = [
     "steps",
     "supported",
     "target_info",
+    "values_seconds",
+    "yield_lease_seconds",
+    "yield_moved",
+    "yield_phases",
+    "yield_residual",
+    "yield_state",
 ]
 
 Attributes: TypeAlias = dict[str, str]
@@ -65,7 +74,6 @@ COMMON_CLASSES = tuple(
         TensorClass.OPTIMIZER_STATE,
         TensorClass.ACTIVATION,
         TensorClass.KV_CACHE,
-        TensorClass.COMMUNICATION,
         TensorClass.UNATTRIBUTED,
     )
 )
@@ -297,12 +305,71 @@ def last_step_seconds(observation: Observation) -> Iterator[Row]:
         yield home, observation.steps.last_step_time_ns / 1_000_000_000
 
 
+def values_seconds(observation: Observation) -> Iterator[Row]:
+    """When the allocator's values were taken."""
+    home = _home(observation)
+    if home is not None:
+        yield home, observation.time_ns / 1_000_000_000
+
+
 def step_floor(observation: Observation) -> Iterator[Row]:
     """Lowest allocated at recent step boundaries, by device."""
     armed = _armed(observation)
     for device, value in sorted(observation.steps.floor_bytes.items()):
         if device in armed:
             yield _at(observation, device), value
+
+
+# yield and restore -----------------------------------------------------------------------------
+
+OVERDUE = "overdue"
+"""State of a process that is yielded though it should not be: a restore, or the end of a lease,
+found the device taken."""
+
+
+def _yields(observation: Observation) -> tuple[Attributes, YieldStatus] | None:
+    home = _home(observation)
+    return None if home is None or observation.yields is None else (home, observation.yields)
+
+
+def yield_state(observation: Observation) -> Iterator[Row]:
+    """1 for the state that is, and no row for the others."""
+    found = _yields(observation)
+    if found is not None:
+        home, status = found
+        overdue = status.state is YieldState.YIELDED and status.reason
+        yield {**home, "state": OVERDUE if overdue else status.state.value}, 1
+
+
+def yield_moved(observation: Observation) -> Iterator[Row]:
+    """Bytes that are away from the device now."""
+    found = _yields(observation)
+    if found is not None:
+        yield found[0], found[1].moved_bytes
+
+
+def yield_residual(observation: Observation) -> Iterator[Row]:
+    """What the last yield left on the devices, by cause; no rows while nothing is yielded."""
+    found = _yields(observation)
+    if found is not None:
+        for cause, value in sorted(found[1].residual_bytes.items()):
+            yield {**found[0], "cause": cause}, value
+
+
+def yield_phases(observation: Observation) -> Iterator[Row]:
+    """Seconds spent so far, each phase from 0."""
+    found = _yields(observation)
+    if found is not None:
+        for phase in Phase:
+            seconds = found[1].phase_seconds.get(phase.value, 0.0)
+            yield {**found[0], "phase": phase.value}, seconds
+
+
+def yield_lease_seconds(observation: Observation) -> Iterator[Row]:
+    """When the lease ends; no row where there is none."""
+    found = _yields(observation)
+    if found is not None and found[1].lease_expiry_ns > 0:
+        yield found[0], found[1].lease_expiry_ns / 1_000_000_000
 
 
 # about ourselves -----------------------------------------------------------------------------

@@ -6,6 +6,7 @@ Pure ASGI, so that it also holds for paths that no route has.
 from __future__ import annotations
 
 import asyncio
+import sys
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -26,7 +27,15 @@ if TYPE_CHECKING:
     Send: TypeAlias = Callable[[Message], Awaitable[None]]
     App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-__all__ = ["MAX_BODY_BYTES", "MAX_REQUESTS", "Guard"]
+__all__ = [
+    "CHALLENGE",
+    "CLOSE",
+    "MAX_BODY_BYTES",
+    "MAX_REQUESTS",
+    "Guard",
+    "Refusal",
+    "body_length",
+]
 
 _log = named_logger("gpumem_otel.serve")
 
@@ -35,6 +44,13 @@ MAX_REQUESTS: Final = 16
 
 MAX_BODY_BYTES: Final = 4096
 """No route reads a body; some clients send a small one all the same."""
+
+CHALLENGE: Final = (b"www-authenticate", b'Bearer realm="gpumem-otel"')
+
+CLOSE: Final = (b"connection", b"close")
+
+Refusal: TypeAlias = "tuple[int, str, tuple[tuple[bytes, bytes], ...]]"
+"""Status, one line, further headers."""
 
 _LENGTH_DIGITS: Final = 12
 
@@ -47,10 +63,19 @@ _ALWAYS: Final = (
 
 
 class Guard:
-    """ASGI middleware of the listener."""
+    """ASGI middleware of a listener; the read listener's, whose parts another may replace."""
+
+    stage = "scrape"
+    """Where failures are counted."""
 
     def __init__(
-        self, app: App, *, hosts: HostNames, tokens: Tokens, workers: Workers, counters: Counters
+        self,
+        app: App,
+        *,
+        hosts: HostNames,
+        tokens: Tokens | None,
+        workers: Workers,
+        counters: Counters,
     ) -> None:
         self._app = app
         self._hosts = hosts
@@ -79,17 +104,17 @@ class Guard:
         try:
             refusal = await self._refusal(scope)
             if refusal is not None:
-                await _answer(send_on, scope, *refusal)
+                await self._answer(send_on, scope, *refusal)
             else:
                 await self._app(scope, receive, send_on)
         except Exception as exc:
             self._failed(exc)
             if not started:
-                await _answer(send_on, scope, 500, "internal error", ())
+                await self._answer(send_on, scope, 500, "internal error", ())
         finally:
             self._running -= 1
 
-    async def _refusal(self, scope: Scope) -> _Refusal | None:
+    async def _refusal(self, scope: Scope) -> Refusal | None:
         headers: dict[bytes, bytes] = dict(scope["headers"])
         if self._running > MAX_REQUESTS:
             return 503, "too many requests at once", ((b"retry-after", b"1"),)
@@ -101,11 +126,18 @@ class Guard:
                 "this Host is not served here: GPUMEM_OTEL_ALLOWED_HOSTS lists further ones",
                 (),
             )
-        if not self._tokens.accept(headers.get(b"authorization", b"").decode("latin-1")):
-            challenge = (b"www-authenticate", b'Bearer realm="gpumem-otel"')
-            return 401, "a bearer token is needed", (challenge,)
-        if b"transfer-encoding" in headers or _length(headers) > MAX_BODY_BYTES:
-            return 413, "no body is read here", ((b"connection", b"close"),)
+        return self._authorize(scope, headers) or self._body_refusal(headers)
+
+    def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> Refusal | None:
+        del scope
+        authorization = headers.get(b"authorization", b"").decode("latin-1")
+        if self._tokens is not None and not self._tokens.accept(authorization):
+            return 401, "a bearer token is needed", (CHALLENGE,)
+        return None
+
+    def _body_refusal(self, headers: dict[bytes, bytes]) -> Refusal | None:
+        if b"transfer-encoding" in headers or body_length(headers) > MAX_BODY_BYTES:
+            return 413, "no body is read here", (CLOSE,)
         return None
 
     async def _allows(self, header: str, scope: Scope) -> bool:
@@ -126,36 +158,44 @@ class Guard:
         if self._resolving.done() and not self._hosts.learned:
             self._hosts.learn(self._resolving.result())
 
+    async def _answer(
+        self,
+        send: Send,
+        scope: Scope,
+        status: int,
+        line: str,
+        extra: tuple[tuple[bytes, bytes], ...],
+    ) -> None:
+        kind, body = self._render(status, line)
+        await send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": [
+                    (b"content-type", kind),
+                    (b"content-length", str(len(body)).encode()),
+                    *extra,
+                ],
+            }
+        )
+        shown = b"" if scope["method"] == "HEAD" else body
+        await send({"type": "http.response.body", "body": shown})
+
+    def _render(self, status: int, line: str) -> tuple[bytes, bytes]:
+        """Content type and body of an error."""
+        del status
+        return b"text/plain; charset=utf-8", f"{line}\n".encode()
+
     def _failed(self, exc: Exception) -> None:
-        self._counters.add("exporter_errors", stage="scrape")
+        self._counters.add("exporter_errors", stage=self.stage)
         kind = type(exc).__name__
         if kind not in self._logged:
             self._logged.add(kind)
             _log.warning("a request failed (further ones are only counted)", exc_info=exc)
 
 
-_Refusal: TypeAlias = "tuple[int, str, tuple[tuple[bytes, bytes], ...]]"
-
-
-def _length(headers: dict[bytes, bytes]) -> int:
+def body_length(headers: dict[bytes, bytes]) -> int:
+    """What Content-Length says; where it is no number, or a long one, more than any limit."""
     value = headers.get(b"content-length", b"0").strip()
     short = value.isdigit() and len(value) <= _LENGTH_DIGITS
-    return int(value) if short else MAX_BODY_BYTES + 1
-
-
-async def _answer(
-    send: Send, scope: Scope, status: int, line: str, extra: tuple[tuple[bytes, bytes], ...]
-) -> None:
-    body = f"{line}\n".encode()
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [
-                (b"content-type", b"text/plain; charset=utf-8"),
-                (b"content-length", str(len(body)).encode()),
-                *extra,
-            ],
-        }
-    )
-    await send({"type": "http.response.body", "body": b"" if scope["method"] == "HEAD" else body})
+    return int(value) if short else sys.maxsize

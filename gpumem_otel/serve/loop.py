@@ -5,21 +5,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import selectors
-import socket
 import sys
 import threading
 import time
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.logs import named_logger
+from gpumem_otel.serve.binding import BACKLOG
 from gpumem_otel.serve.protocol import protocol_factory
 
 if TYPE_CHECKING:
+    import socket
     import ssl
     from collections.abc import Callable
 
+    from gpumem_otel.serve.binding import Binding
     from gpumem_otel.serve.guard import App
     from gpumem_otel.serve.protocol import LimitedProtocol
     from gpumem_otel.serve.workers import Workers
@@ -37,8 +38,6 @@ HANDSHAKE_SECONDS: Final = 2.0
 _CLOSE_SECONDS: Final = 1.0
 """For a TLS client to agree to a close."""
 
-_BACKLOG: Final = 64
-
 _FIRST_RETRY_SECONDS: Final = 0.25
 
 _LAST_RETRY_SECONDS: Final = 10.0
@@ -55,15 +54,13 @@ class ListenerLoop:
         self,
         app: App,
         *,
-        host: str,
-        port: int,
+        binding: Binding,
         tls: ssl.SSLContext | None,
         workers: Workers,
         on_bound: Callable[[ListenerLoop], None],
         on_taken: Callable[[OSError], None],
     ) -> None:
-        self._host = host
-        self._port = port
+        self._binding = binding
         self._tls = tls
         self._workers = workers
         self._on_bound = on_bound
@@ -157,30 +154,18 @@ class ListenerLoop:
         return None
 
     def _open(self) -> socket.socket:
-        family, address = _resolve(self._host, self._port)
         # Stored before it is bound, so that a child forked meanwhile closes it.
-        # With its protocol named, or asyncio leaves Nagle's algorithm on: 40 ms a request.
-        self._socket = listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        self._socket = listening = self._binding.create()
         try:
-            # Lets a restarted job bind while connections of the old one linger. Two that listen
-            # still exclude one another, as they would not with SO_REUSEPORT.
-            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                both = address[0] == "::"
-                listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if both else 1)
             listening.setblocking(False)
-            listening.bind(address)
-            # Two sockets may be bound to the port by now; only one of them gets past this.
-            listening.listen(_BACKLOG)
+            self.address = self._binding.bind(listening)
         except BaseException:
             listening.close()
             raise
-        bound = listening.getsockname()
-        self.address = (str(bound[0]), int(bound[1]))
         return listening
 
     def _accept(self, listening: socket.socket) -> None:
-        for _ in range(_BACKLOG):
+        for _ in range(BACKLOG):
             try:
                 client, _ = listening.accept()
             except OSError as exc:
@@ -247,19 +232,6 @@ class ListenerLoop:
         await asyncio.sleep(0)
         for client in list(self._clients):
             client.close()
-
-
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """Family and address to bind; the resolver is asked only for names."""
-    try:
-        version = ipaddress.ip_address(host).version
-    except ValueError:
-        # Bytes, since str would import the idna codec on our thread.
-        name = host.encode("ascii", "replace")
-        answers = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        answers.sort(key=lambda answer: answer[0] != socket.AF_INET)
-        return answers[0][0], answers[0][4]
-    return (socket.AF_INET if version == 4 else socket.AF_INET6), (host, port)  # noqa: PLR2004
 
 
 def _quiet(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -14,6 +14,8 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from gpumem_otel.serve.peers import peer_of
+
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
@@ -63,6 +65,7 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is connected (and its TLS handshake done)."""
         super().connection_made(transport)
+        self.app_state = {"peer": peer_of(transport)}  # each request's scope has it as its state
         self._arm("request", REQUEST_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -1,5 +1,7 @@
 """Run files: one small JSON file per listening process, and Prometheus file_sd made of them.
 
+Control sockets lie beside them, named likewise.
+
 The directory may lie in /tmp, where others can write: it must be ours, no symlink, and writable
 by nobody else, and nothing in it is followed or trusted beyond its form. It may be shared by
 containers and by machines: whether a process lives can be told only where it runs, so the name of
@@ -23,14 +25,27 @@ from gpumem_otel._version import __version__
 from gpumem_otel.errors import ServeError
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import Iterable
 
     from gpumem_otel.core.model import Identity
 
-__all__ = ["RunEntry", "RunFile", "as_file_sd", "entry_for", "file_sd", "register", "targets"]
+__all__ = [
+    "RunEntry",
+    "RunFile",
+    "as_file_sd",
+    "bind_socket",
+    "control_sockets",
+    "entry_for",
+    "file_sd",
+    "register",
+    "socket_name",
+    "targets",
+]
 
 _NAME: Final = re.compile(
-    r"(?P<temporary>\.?)(?P<pid>[1-9]\d{0,9})-(?P<ticks>\d{1,20})(?:-(?P<place>[0-9a-f]{8}))?\.json"
+    r"(?P<temporary>\.?)(?P<pid>[1-9]\d{0,9})-(?P<ticks>\d{1,20})(?:-(?P<place>[0-9a-f]{8}))?"
+    r"\.(?P<kind>json|control-(?P<local_rank>\d{1,5})\.sock)"
 )
 
 _MAX_FILE_BYTES: Final = 64 * 1024
@@ -142,6 +157,62 @@ def register(run_dir: str, entry: RunEntry) -> RunFile:
     return RunFile(run_dir, name)
 
 
+def socket_name(local_rank: int) -> str:
+    """The name of this process's control socket; no other living process has the same."""
+    pid = os.getpid()
+    place = _place(_boot_id(), _machine(), _pid_namespace())
+    return f"{pid}-{_start_ticks(pid) or 0}-{place}.control-{local_rank}.sock"
+
+
+def bind_socket(run_dir: str, name: str, listening: socket.socket, backlog: int) -> RunFile:
+    """Bind a Unix socket of mode 0600, listen, and only then give it its name.
+
+    Bound through a descriptor of the directory: nobody can put another in its place, and its path
+    may be longer than the 108 bytes of an address, unix(7).
+
+    Raises:
+        ServeError: the directory is not safe to use.
+        OSError: it can not be written.
+    """
+    with _opened(run_dir, make=True) as folder:
+        _drop_dead(folder)
+        temporary = f".{name}"
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary, dir_fd=folder)
+        # Linux gives the file the mode of the socket: no umask to change, which all threads share.
+        os.fchmod(listening.fileno(), 0o600)
+        listening.bind(f"/proc/self/fd/{folder}/{temporary}")
+        try:
+            listening.listen(backlog)
+            os.rename(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary, dir_fd=folder)
+            raise
+    return RunFile(run_dir, name)
+
+
+def control_sockets(run_dir: str) -> list[str]:
+    """Paths of the control sockets of living processes, by local rank; dead ones are deleted.
+
+    Raises:
+        ServeError: the directory is not safe to read.
+    """
+    try:
+        with _opened(run_dir) as folder:
+            names = [name for name in _drop_dead(folder) if name.endswith(".sock")]
+    except FileNotFoundError:
+        return []
+    except OSError as exc:
+        raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
+    return [str(Path(run_dir) / name) for name in sorted(names, key=_by_local_rank)]
+
+
+def _by_local_rank(name: str) -> tuple[int, int]:
+    match = _NAME.fullmatch(name)
+    return (int(match["local_rank"] or 0), int(match["pid"])) if match else (0, 0)
+
+
 def targets(run_dir: str) -> list[RunEntry]:
     """Every listening process that is alive, in a fixed order; files of dead ones are deleted.
 
@@ -155,6 +226,8 @@ def targets(run_dir: str) -> list[RunEntry]:
     try:
         with _opened(run_dir) as folder:
             for name in _drop_dead(folder):
+                if not name.endswith(".json"):
+                    continue
                 entry = _read(folder, name)
                 if entry is not None and _reachable(entry):
                     found.append(entry)

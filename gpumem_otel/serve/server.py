@@ -10,15 +10,13 @@ names are resolved by hand, since `create_server` would use it).
 
 from __future__ import annotations
 
-import threading
-import time
 from typing import TYPE_CHECKING, Final
 
-from gpumem_otel.core.counters import Counters
 from gpumem_otel.errors import ServeError
-from gpumem_otel.logs import named_logger
 from gpumem_otel.serve import rundir
+from gpumem_otel.serve.binding import TcpBinding
 from gpumem_otel.serve.hosts import HostNames
+from gpumem_otel.serve.life import ListenerLife
 from gpumem_otel.serve.tls import server_context
 from gpumem_otel.serve.tokens import Tokens
 
@@ -26,26 +24,21 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpumem_otel.config import ServeConfig
+    from gpumem_otel.core.counters import Counters
     from gpumem_otel.core.model import Identity
     from gpumem_otel.serve.deps import AppDeps
     from gpumem_otel.serve.loop import ListenerLoop
 
 __all__ = ["Listener"]
 
-_log = named_logger("gpumem_otel.serve")
-
 _MAX_PORT: Final = 65535
 
 
-class Listener:
+class Listener(ListenerLife):
     """Serves `/metrics` and `/debug/pprof/gpumem` from a thread of its own.
 
     The port is `config.port` + local rank (0: any free one) and never another: while it is taken
     the thread tries again with back-off and counts `exporter_errors{stage="listen"}`.
-
-    Attributes:
-        bound: set while the port is held.
-        last_error: why the port could not be bound at the last attempt, None once it is.
     """
 
     def __init__(
@@ -69,6 +62,7 @@ class Listener:
         Raises:
             ServeError: a port that does not exist, a token or TLS file that can not be used.
         """
+        super().__init__(counters)
         self._deps = deps
         self._config = config
         self._port = config.port + local_rank if config.port else 0
@@ -80,47 +74,15 @@ class Listener:
             raise ServeError("host is empty: give 127.0.0.1, or 0.0.0.0 for all addresses")
         self._tls = server_context(config)
         self._tokens = Tokens(config.token, config.token_file)
-        self._counters = counters or Counters()
         self._identity = identity
-        self._logged: set[str] = set()
-        self._lock = threading.Lock()
-        self._loop: ListenerLoop | None = None
-        self._run_file: rundir.RunFile | None = None
-        self._left_to_parent: ListenerLoop | None = None
-        self.bound = threading.Event()
-        self.last_error: OSError | None = None
-
-    @property
-    def address(self) -> tuple[str, int] | None:
-        """(host, port) once bound, else None."""
-        loop = self._loop
-        return loop.address if loop is not None and self.bound.is_set() else None
 
     @property
     def scheme(self) -> str:
         """`http` or `https`."""
         return "http" if self._tls is None else "https"
 
-    def start(self) -> None:
-        """Start the thread; returns before the port is bound. Does nothing where it runs.
-
-        The imports happen here, on the caller's thread: in the background they would hold module
-        locks that a forked child then inherits.
-
-        Raises:
-            ServeError: uvicorn or starlette can not be imported, or no thread be started.
-        """
-        with self._lock:
-            if self._loop is not None:
-                return
-            try:
-                self._loop = self._build()
-                self._loop.start()
-            except Exception as exc:
-                self._loop = None
-                raise ServeError(f"the listener can not be started: {exc}") from exc
-
     def _build(self) -> ListenerLoop:
+        # uvicorn and starlette: imported when it starts
         from gpumem_otel.serve.app import build_app  # noqa: PLC0415
         from gpumem_otel.serve.guard import Guard  # noqa: PLC0415
         from gpumem_otel.serve.loop import ListenerLoop  # noqa: PLC0415
@@ -136,30 +98,12 @@ class Listener:
         )
         return ListenerLoop(
             app,
-            host=self._config.host,
-            port=self._port,
+            binding=TcpBinding(self._config.host, self._port),
             tls=self._tls,
             workers=workers,
             on_bound=self._on_bound,
             on_taken=self._on_taken,
         )
-
-    def stop(self, timeout: float = 1.0) -> None:
-        """Close the port, every connection and every request; may be started again.
-
-        Args:
-            timeout: seconds to wait for the threads, which are daemons in any case.
-        """
-        deadline = time.monotonic() + timeout
-        with self._lock:
-            loop, self._loop = self._loop, None
-            if loop is None:
-                return
-            loop.stop(deadline)
-            self.bound.clear()
-            run_file, self._run_file = self._run_file, None
-        if run_file is not None:
-            run_file.remove()
 
     def announce(self) -> None:
         """Write the run file again, where the identity has changed."""
@@ -168,27 +112,11 @@ class Listener:
             if loop is not None and self.bound.is_set():
                 self._write_run_file(loop.address)
 
-    def close_in_child(self) -> None:
-        """In a forked child: close the inherited descriptors, leave the parent's loop alone.
-
-        A child that outlives its parent would otherwise hold the port. Safe at any moment, also
-        where the parent held a lock; afterwards the listener is as if never started.
-        """
-        loop, self._loop = self._loop, None
-        self._lock = threading.Lock()
-        self.bound = threading.Event()
-        self._run_file = None  # it is the parent's
-        if loop is not None:
-            loop.abandon()
-            self._left_to_parent = loop  # kept, so that no finalizer touches what is shared
-
-    def _on_bound(self, loop: ListenerLoop) -> None:
-        """From the thread of the loop, once."""
-        if self._loop is not loop:
-            return  # stopped meanwhile
+    def _register(self, loop: ListenerLoop) -> None:
         self._write_run_file(loop.address)
-        self.last_error = None
-        self.bound.set()
+
+    def _where(self) -> str:
+        return f"{self._config.host}:{self._port}"
 
     def _write_run_file(self, address: tuple[str, int]) -> None:
         if self._identity is None or not self._config.run_dir:
@@ -199,15 +127,3 @@ class Listener:
             self._run_file = rundir.register(self._config.run_dir, entry)
         except Exception as exc:
             self._failed("run file", f"this process is not listed for `gpumem-otel sd`: {exc}")
-
-    def _on_taken(self, exc: OSError) -> None:
-        """From the thread of the loop, at each attempt that failed."""
-        self.last_error = exc.with_traceback(None)
-        where = f"{self._config.host}:{self._port}"
-        self._failed("listen", f"can not listen on {where} ({exc}): trying again until it is free")
-
-    def _failed(self, kind: str, message: str) -> None:
-        self._counters.add("exporter_errors", stage="listen")
-        if kind not in self._logged:
-            self._logged.add(kind)
-            _log.warning("%s", message)

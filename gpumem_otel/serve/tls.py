@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, NoReturn
 from gpumem_otel.errors import ServeError
 
 if TYPE_CHECKING:
-    from gpumem_otel.config import ServeConfig
+    from gpumem_otel.config import ControlConfig, ServeConfig
 
 __all__ = ["server_context"]
 
 
-def server_context(config: ServeConfig) -> ssl.SSLContext | None:
+def server_context(config: ServeConfig | ControlConfig) -> ssl.SSLContext | None:
     """The context that the config asks for, None for plain HTTP.
 
-    TLS 1.2 and newer. With a client CA every reader must show a certificate of it.
+    TLS 1.2 and newer. With a client CA every client must show a certificate of it.
 
     Raises:
         ServeError: a file is missing, unreadable, or does not fit the others.

@@ -132,7 +132,9 @@ def pins(name: str) -> dict[str, str]:
 
 def test_the_oldest_that_is_tested_is_the_lower_bound():
     # not for `make test-oldest`
-    tools = {"torch", "mypy", "playwright", "pytest-xdist", "ruff", "types-protobuf"}
+    tools = {
+        "torch", "mypy", "playwright", "pytest-xdist", "ruff", "schemathesis", "types-protobuf",
+    }  # fmt: skip
     promised = {name: bound for name, bound in lower_bounds().items() if name not in tools}
     oldest = pins("constraints-oldest.txt")
     assert set(promised) <= set(oldest)

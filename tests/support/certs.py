@@ -57,7 +57,15 @@ def make_ca(folder: Path, cn: str = "test authority") -> Authority:
     return Authority(cert, key, path)
 
 
-def issue(folder: Path, ca: Authority, cn: str, sans: list[str]) -> Issued:
+def issue(
+    folder: Path,
+    ca: Authority,
+    cn: str,
+    sans: list[str],
+    *,
+    expired: bool = False,
+    common_name: str = "",
+) -> Issued:
     """A certificate for servers and clients alike.
 
     Args:
@@ -65,10 +73,12 @@ def issue(folder: Path, ca: Authority, cn: str, sans: list[str]) -> Issued:
         ca: who signs it.
         cn: common name.
         sans: names and addresses it is valid for; may be empty for a client.
+        expired: it was valid until an hour ago.
+        common_name: another one than the files are named after.
     """
     key = ec.generate_private_key(ec.SECP256R1())
-    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, cn)])
-    builder = _builder(subject, ca.cert.subject, key).add_extension(
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, common_name or cn)])
+    builder = _builder(subject, ca.cert.subject, key, expired=expired).add_extension(
         x509.AuthorityKeyIdentifier.from_issuer_public_key(ca.key.public_key()), critical=False
     )
     if sans:
@@ -91,9 +101,13 @@ def issue(folder: Path, ca: Authority, cn: str, sans: list[str]) -> Issued:
 
 
 def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePrivateKey
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: ec.EllipticCurvePrivateKey,
+    *,
+    expired: bool = False,
 ) -> x509.CertificateBuilder:
-    now = dt.datetime.now(dt.timezone.utc)
+    now = dt.datetime.now(dt.timezone.utc) - dt.timedelta(hours=25 if expired else 0)
     return (
         x509.CertificateBuilder()
         .subject_name(subject)

@@ -16,6 +16,7 @@ from gpumem_otel.core.model import (
     SourceStatus,
     StepStats,
 )
+from gpumem_otel.core.yields import RESIDUAL_CAUSES, Phase, YieldState, YieldStatus
 
 UUID = "GPU-5d3c1e2f-0a1b-4c2d-8e3f-a1b2c3d4e5f6"
 
@@ -138,6 +139,21 @@ def full(on: tuple[int, ...] = (0,), **changes) -> Observation:
             floor_bytes={device: 5_000_000_000 + device for device in on},
         ),
         counters=counters().snapshot(),
+        yields=yields(),
+    )
+    return replace(values, **changes)
+
+
+def yields(**changes) -> YieldStatus:
+    """Yielded, with a lease, and something of every cause is left."""
+    values = YieldStatus(
+        version=7,
+        state=YieldState.YIELDED,
+        since_ns=1_790_000_000_000_000_000,
+        lease_expiry_ns=1_790_000_060_500_000_000,
+        moved_bytes=5_000_000_000,
+        residual_bytes={cause: 1_000 * n for n, cause in enumerate(RESIDUAL_CAUSES, 1)},
+        phase_seconds={phase.value: n / 4 for n, phase in enumerate(Phase, 1)},
     )
     return replace(values, **changes)
 

@@ -25,12 +25,16 @@ MAY_IMPORT = {
     "export": {"core", "config", "errors", "folders", "logs", "_version"},
     "serve": {"core", "config", "errors", "folders", "logs", "_version"},
     "yielding": {"core", "config", "errors", "folders", "logs"},
-    "yields": {"agent", "capture", "config", "core", "errors", "lifecycle", "logs", "yielding"},
+    "yields": {
+        "agent", "capture", "config", "core", "errors", "export", "lifecycle", "logs", "options",
+        "yielding", "yieldparts",
+    },
+    "yieldparts": {"capture", "core", "export", "ranks", "yielding"},
     "answers": {"capture", "config", "core", "errors", "ranks", "serve"},
     "ooms": {"answers", "capture", "config", "core", "errors", "export", "logs", "serve"},
     "agent": {
         "answers", "capture", "config", "core", "errors", "export", "logs", "ooms", "ranks",
-        "serve",
+        "serve", "yielding",
     },
     "lifecycle": {"agent", "config", "errors", "logs", "options"},
     "page": {"core", "errors", "_version"},
@@ -43,7 +47,7 @@ MAY_IMPORT = {
     "magics": {"capture", "core", "errors", "lifecycle", "linereport", "offline", "profiling"},
     "__init__": {
         "inspection", "lifecycle", "core", "errors", "notebook", "offline", "profiling", "regions",
-        "_version",
+        "yields", "_version",
     },
     "instrumentor": {"lifecycle", "errors", "logs", "_version"},
     "__main__": {"cli"},

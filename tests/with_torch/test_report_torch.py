@@ -608,7 +608,7 @@ def test_sharded_models_count_the_shards_that_are_here():
     """)
     if out.strip() == "none":
         pytest.skip("this torch has no fully_shard")
-    weight, gradient, bias, shard = out.splitlines()
+    weight, gradient, bias, shard = out.splitlines()[-4:]  # gloo of torch 2.8 says something first
     assert weight == "0.weight DTensor (8, 8) 256 parameter"
     assert gradient.startswith("0.weight.grad DTensor (8, 8) ")
     assert bias == "0.bias DTensor (8,) 32 parameter"

@@ -23,7 +23,9 @@ ALL_KINDS = tuple(kind.value for kind in ProfileKind)
 @pytest.mark.parametrize("devices", [(0,), (0, 1)])
 def test_it_counts_what_the_fullest_process_exports(level, devices):
     fullest = sum(1 for _ in rows(obs.full(devices), level))
-    assert series_of_a_rank(level, len(devices), ALL_KINDS) == fullest
+    assert series_of_a_rank(level, len(devices), ALL_KINDS, can_yield=True) == fullest
+    without_yields = sum(1 for _ in rows(obs.full(devices, yields=None), level))
+    assert series_of_a_rank(level, len(devices), ALL_KINDS) == without_yields
 
 
 def test_the_size_of_a_push_is_the_measured_one():
@@ -33,11 +35,11 @@ def test_the_size_of_a_push_is_the_measured_one():
 
 def test_defaults_add_up():
     metrics, profiles, assumptions = estimate(resolve({}), Wanted(4000))
-    assert metrics.series == 4000 * (25 + 5)
+    assert metrics.series == 4000 * (24 + 5)
     assert metrics.interval_seconds == 15
-    assert metrics.per_second == pytest.approx(120_000 / 15)
-    assert metrics.bytes_per_second == pytest.approx(2 * 120_000 / 15)
-    assert metrics.gb_per_month == pytest.approx(2 * 120_000 / 15 * 2_592_000 / 1e9)
+    assert metrics.per_second == pytest.approx(116_000 / 15)
+    assert metrics.bytes_per_second == pytest.approx(2 * 116_000 / 15)
+    assert metrics.gb_per_month == pytest.approx(2 * 116_000 / 15 * 2_592_000 / 1e9)
     assert profiles.series == 4000 * 3
     assert profiles.interval_seconds == 60
     assert profiles.per_second == pytest.approx(4000 / 60)
@@ -63,7 +65,7 @@ def test_the_environment_counts_and_the_command_line_counts_more():
         config,
         Wanted(8, metrics_level="standard", scrape_interval=60, profile_interval=120),
     )
-    assert (metrics.series, metrics.interval_seconds) == (8 * 30, 60)
+    assert (metrics.series, metrics.interval_seconds) == (8 * 29, 60)
     assert profiles.interval_seconds == 120
 
 
@@ -78,12 +80,22 @@ def test_the_budget_of_the_job_stretches_the_interval_as_it_does_in_a_job():
 def test_metrics_over_otlp_alone_come_at_its_interval_and_without_a_scrape():
     sent = {"GPUMEM_OTEL_OTLP": "1", "OTEL_METRIC_EXPORT_INTERVAL": "30000"}
     metrics, _, assumptions = estimate(resolve(sent), Wanted(10))
-    assert (metrics.series, metrics.interval_seconds) == (10 * 25, 30)
+    assert (metrics.series, metrics.interval_seconds) == (10 * 24, 30)
     assert "sent over OTLP" in assumptions[0]
     both = resolve({**sent, "GPUMEM_OTEL_SERVE": "1"})
     metrics, _, assumptions = estimate(both, Wanted(10))
-    assert (metrics.series, metrics.interval_seconds) == (10 * 30, 15)
+    assert (metrics.series, metrics.interval_seconds) == (10 * 29, 15)
     assert any("OTLP is on besides" in sentence for sentence in assumptions)
+
+
+@pytest.mark.parametrize(("level", "more"), [("minimal", 1), ("standard", 1), ("full", 16)])
+def test_yields_count_where_the_job_takes_commands(level, more):
+    wanted = Wanted(10, metrics_level=level)
+    off, _, said_off = estimate(resolve({}), wanted)
+    on, _, said_on = estimate(resolve({"GPUMEM_OTEL_CONTROL": "1"}), wanted)
+    assert on.series - off.series == 10 * more
+    (sentence,) = set(said_on) - set(said_off) - {said_on[0]}
+    assert sentence == f"metrics: {more} of them about yield and restore (GPUMEM_OTEL_CONTROL)"
 
 
 def test_switched_off_is_said():

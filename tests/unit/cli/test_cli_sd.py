@@ -29,7 +29,7 @@ SESSION, BATCH = f"/run/user/{UID}/gpumem-otel", f"/tmp/gpumem-otel-{UID}"
     ],
 )
 def test_all_places_are_read_unless_one_was_set(option, environ, folders):
-    assert sd._folders(option, environ) == folders
+    assert sd.run_dirs(option, environ) == folders
 
 
 @pytest.fixture

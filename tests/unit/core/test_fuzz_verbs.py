@@ -257,5 +257,7 @@ def test_two_files_compared(run, draw, first, second):
 def test_the_verbs_are_all_of_those_that_read_files():
     """A verb that is added has to be added here."""
     asked = {arguments[0] for arguments in [*ALWAYS, *SOMETIMES, *COMPARED]}
-    others = {"demo", "run", "record", "push", "sd", "doctor", "flamegraph", "timeline", "cost"}
+    others = {
+        "demo", "run", "record", "push", "sd", "doctor", "flamegraph", "timeline", "cost", "ctl",
+    }  # fmt: skip
     assert {verb.name for verb in VERBS} - others == asked - {"flamegraph", "timeline"}

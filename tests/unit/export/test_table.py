@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support import observations as obs
 
 from gpumem_otel.core.model import SourceStatus, StepStats
+from gpumem_otel.core.yields import YieldState, YieldStatus
 from gpumem_otel.export.table import METRICS, Kind, Level, rows, shown
 
 NAMES = tuple(
@@ -28,7 +29,10 @@ hw_gpu_memory_limit_bytes hw_gpu_memory_usage_bytes
 gpumem_ooms_total gpumem_alloc_retries_total gpumem_allocations_total
 gpumem_allocation_bytes_total
 gpumem_steps_total gpumem_last_step_timestamp_seconds gpumem_step_floor_bytes
-gpumem_supported gpumem_exporter_seconds_total gpumem_exporter_runs_total
+gpumem_yield_state gpumem_yield_moved_bytes gpumem_yield_residual_bytes
+gpumem_yield_seconds_total gpumem_yield_lease_expiry_timestamp_seconds
+gpumem_supported gpumem_values_timestamp_seconds
+gpumem_exporter_seconds_total gpumem_exporter_runs_total
 gpumem_exporter_stall_seconds_total gpumem_exporter_pushed_bytes_total
 gpumem_last_push_timestamp_seconds gpumem_exporter_dropped_total gpumem_exporter_errors_total
 gpumem_exporter_history_overflow_total
@@ -41,14 +45,9 @@ OF_THE_SCRAPER = {
     "job", "instance", "pod", "namespace", "container", "service", "endpoint",
 }  # fmt: skip
 
-LATER = {
-    Level.MINIMAL: 1,  # the yield state
-    Level.STANDARD: 0,
-    Level.FULL: 7,  # yield
-}
-"""Series of rows that are not there yet, per rank and device."""
-
 LIMITS = {Level.MINIMAL: 12, Level.STANDARD: 25, Level.FULL: 80}
+OF_YIELDS = 16
+"""More at level full, where the job can be asked to yield."""
 
 
 OF_THE_PROCESS = tuple(
@@ -97,17 +96,22 @@ def test_every_translator_makes_the_same_name(metric):
 @pytest.mark.parametrize("level", Level)
 def test_a_level_holds_at_most_its_series(level):
     """Counted per rank and device, on the device that carries the rows of the process too."""
-    count = Counter(
-        (attributes["rank"], attributes["device"])
-        for _, attributes, _ in rows(obs.full((0, 1)), level)
-    )
-    assert max(count.values()) + LATER[level] <= LIMITS[level]
+
+    def counted(observation):
+        return Counter(
+            (attributes["rank"], attributes["device"])
+            for _, attributes, _ in rows(observation, level)
+        )
+
+    count = counted(obs.full((0, 1)))
+    assert max(counted(obs.full((0, 1), yields=None)).values()) <= LIMITS[level]
+    assert max(count.values()) <= LIMITS[level] + OF_YIELDS * (level is Level.FULL)
     assert (
         count
         == {
-            Level.MINIMAL: {("3", "0"): 11, ("3", "1"): 7},
-            Level.STANDARD: {("3", "0"): 25, ("3", "1"): 21},
-            Level.FULL: {("3", "0"): 73, ("3", "1"): 40},
+            Level.MINIMAL: {("3", "0"): 12, ("3", "1"): 7},
+            Level.STANDARD: {("3", "0"): 25, ("3", "1"): 20},
+            Level.FULL: {("3", "0"): 91, ("3", "1"): 40},
         }[level]
     )
 
@@ -201,7 +205,7 @@ def test_without_a_device_there_is_no_row():
 
 
 def test_events_are_zero_from_the_first_moment():
-    found = series(obs.bare())
+    found = series(obs.bare(yields=YieldStatus()))
     for name in NAMES:
         if name.endswith("_total"):
             assert set(found[name].values()) == {0}, name
@@ -209,7 +213,7 @@ def test_events_are_zero_from_the_first_moment():
         "connect": 0, "timeout": 0, "rate_limited": 0, "rejected": 0, "other": 0,
     }  # fmt: skip
     assert by(obs.bare(), "gpumem_exporter_errors_total", "stage") == {
-        "read": 0, "push": 0, "listen": 0, "other": 0,
+        "read": 0, "push": 0, "listen": 0, "control": 0, "other": 0,
     }  # fmt: skip
     assert only(obs.bare(), "gpumem_exporter_dropped_total", Level.MINIMAL) == 0
 
@@ -234,7 +238,7 @@ def test_counters_beyond_the_fixed_list_are_in_other():
     }  # fmt: skip
     assert only(observation, "gpumem_exporter_dropped_total", Level.STANDARD) == 5
     assert by(observation, "gpumem_exporter_errors_total", "stage") == {
-        "read": 1, "push": 0, "listen": 4, "other": 1,
+        "read": 1, "push": 0, "listen": 4, "control": 0, "other": 1,
     }  # fmt: skip
     assert by(observation, "gpumem_exporter_seconds_total", "stage") == {
         "read": 0.25, "encode": 0, "push": 0, "other": 1.5,
@@ -373,12 +377,13 @@ def test_classes_add_up_at_every_level():
     assert full == observation.classes[0]
     assert sum(full.values()) == sum(standard.values()) == allocated
     assert standard.keys() == {
-        "parameter", "gradient", "optimizer_state", "activation", "kv_cache", "communication",
+        "parameter", "gradient", "optimizer_state", "activation", "kv_cache",
         "unattributed", "other",
     }  # fmt: skip
-    assert standard["other"] == sum(
-        full[name] for name in ("unsharded_parameter", "buffer", "input", "temporary", "workspace")
-    )
+    rare = (
+        "unsharded_parameter", "buffer", "input", "temporary", "workspace", "communication",
+    )  # fmt: skip
+    assert standard["other"] == sum(full[name] for name in rare)
 
 
 def test_before_a_readout_there_are_no_classes_and_then_unattributed_is_one():
@@ -386,3 +391,47 @@ def test_before_a_readout_there_are_no_classes_and_then_unattributed_is_one():
     observation = obs.full(classes={0: {"parameter": 7}})
     found = by(observation, "gpumem_class_bytes", "tensor_class")
     assert found == {"parameter": 7, "unattributed": 0}
+
+
+def test_one_series_says_the_state():
+    assert series(obs.full((0, 1)))["gpumem_yield_state"] == {
+        (("device", "0"), ("rank", "3"), ("state", "yielded")): 1
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "told"),
+    [
+        (YieldState.RUNNING, "", "running"),
+        (YieldState.YIELDED, "", "yielded"),
+        (YieldState.YIELDED, "the lease has ended: 3 GiB are missing", "overdue"),
+        (YieldState.RESTORING, "3 GiB are missing", "restoring"),
+        (YieldState.FAILED, "checksums differ", "failed"),
+    ],
+)
+def test_memory_that_should_be_back_and_is_not_is_overdue(state, reason, told):
+    observation = obs.full(yields=obs.yields(state=state, reason=reason))
+    for level in Level:
+        assert by(observation, "gpumem_yield_state", "state", level) == {told: 1}
+
+
+def test_yields_are_told_by_cause_and_phase():
+    observation = obs.full((0, 1))
+    assert by(observation, "gpumem_yield_residual_bytes", "cause") == {
+        "context": 1000, "communicator": 2000, "graphs": 3000, "foreign": 4000, "kept": 5000,
+        "other_process": 6000, "unknown": 7000,
+    }  # fmt: skip
+    assert by(observation, "gpumem_yield_seconds_total", "phase") == {
+        "prepare": 0.25, "release": 0.5, "checkpoint": 0.75, "restore": 1, "reload": 1.25,
+        "verify": 1.5,
+    }  # fmt: skip
+    assert only(observation, "gpumem_yield_moved_bytes") == 5_000_000_000
+    assert only(observation, "gpumem_yield_lease_expiry_timestamp_seconds") == 1_790_000_060.5
+
+
+def test_without_lease_and_yield_there_is_no_row_of_them():
+    status = obs.yields(state=YieldState.RUNNING, lease_expiry_ns=0, residual_bytes={})
+    found = series(obs.full(yields=status))
+    assert "gpumem_yield_lease_expiry_timestamp_seconds" not in found
+    assert "gpumem_yield_residual_bytes" not in found
+    assert not [name for name in series(obs.full(yields=None)) if "yield" in name]

@@ -1,0 +1,323 @@
+"""`gpumem-otel ctl`: ask running jobs to give their GPU memory back, and to take it again."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import click
+
+from gpumem_otel.cli.common import CommandFailed, environ, print_json, warn
+from gpumem_otel.core.classify import TensorClass
+from gpumem_otel.core.yields import DISCARDABLE, YieldLevel
+from gpumem_otel.errors import ServeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpumem_otel.cli.ctl_client import Client
+    from gpumem_otel.cli.ctl_jobs import Outcome
+
+__all__ = ["command"]
+
+_EPILOG = """\b
+Examples:
+  gpumem-otel ctl state
+  gpumem-otel ctl yield --dry-run
+  gpumem-otel ctl yield --lease 30m
+  gpumem-otel ctl restore
+  gpumem-otel ctl state --target https://node7:9564 --token-file token --ca-file ca.pem
+
+Without --target, the jobs of this user on this machine that were started with
+GPUMEM_OTEL_CONTROL=1. Exit codes: 0 done, 1 refused or failed, 2 bad usage.
+"""
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+_CLASSES = click.Choice([one.value for one in TensorClass])
+
+
+def _duration(value: str) -> float:
+    """Seconds, or a number with s, m, h or d."""
+    text = value.strip().lower()
+    unit = _UNITS.get(text[-1:])
+    number = text if unit is None else text[:-1]
+    # float() takes more than a person means: nan, inf, 1_0
+    if not number.isascii() or not number.replace(".", "", 1).isdigit():
+        raise click.BadParameter(f"{value!r} is no duration: 90, 90s, 30m, 2h")
+    return float(number) * (1.0 if unit is None else unit)
+
+
+class _Reach(NamedTuple):
+    """Whom to ask, and with what."""
+
+    targets: tuple[str, ...]
+    run_dir: str | None
+    token_file: str
+    ca_file: str
+    cert_file: str
+    key_file: str
+    insecure: bool
+
+
+def _reaching(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of all verbs."""
+    for option in reversed(
+        (
+            click.option(
+                "--target",
+                "targets",
+                multiple=True,
+                metavar="URL",
+                help="unix:///path/to.sock, http://host:port or https://host:port; several times.",
+            ),
+            click.option("--run-dir", metavar="DIR", help="Where jobs have their sockets."),
+            click.option("--token-file", default="", metavar="FILE", help="Bearer token."),
+            click.option("--ca-file", default="", metavar="FILE", help="CA of the servers."),
+            click.option("--cert-file", default="", metavar="FILE", help="Client certificate."),
+            click.option("--key-file", default="", metavar="FILE", help="Its key."),
+            click.option(
+                "--insecure", is_flag=True, help="Send a token over plain HTTP to another machine."
+            ),
+            click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def _following(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of commands."""
+    for option in reversed(
+        (
+            click.option(
+                "--all", "every", is_flag=True, help="All jobs of this machine, where it has many."
+            ),
+            click.option(
+                "--wait/--no-wait", default=True, help="Follow it to its end (the default)."
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+@click.group("ctl", epilog=_EPILOG, short_help="Ask jobs to yield and restore GPU memory.")
+def command() -> None:
+    """Ask running jobs to give their GPU memory back, and to take it again."""
+
+
+@command.command("state")
+@_reaching
+def _state(as_json: bool, **reach: Any) -> int:
+    """Print where each process stands."""
+    from gpumem_otel.cli.ctl_jobs import at_once, state_of
+    from gpumem_otel.cli.ctl_view import state_table
+
+    outcomes = at_once(_clients(_Reach(**reach)), state_of)
+    if as_json:
+        print_json([_plain(outcome) for outcome in outcomes])
+    elif any(not outcome.error for outcome in outcomes):
+        click.echo(state_table(outcomes, time.time_ns()), nl=False)
+    return _said(outcomes)
+
+
+@command.command("watch")
+@_reaching
+def _watch(as_json: bool, **reach: Any) -> int:
+    """Print each change of each process until interrupted; with --json a line of JSON for each."""
+    from gpumem_otel.cli.ctl_jobs import watch as follow
+    from gpumem_otel.cli.ctl_view import change_line
+
+    clients = _clients(_Reach(**reach))
+    said: queue.SimpleQueue[Outcome | str] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def run(client: Client) -> None:
+        try:
+            follow(client, said.put, stop)
+        except CommandFailed as error:
+            said.put(error.format_message())
+        except Exception as error:
+            said.put(f"{client.target.url}: {type(error).__name__}: {error}")
+
+    for client in clients:
+        threading.Thread(target=run, args=(client,), daemon=True).start()
+    left = len(clients)
+    while left:
+        found = said.get()
+        if isinstance(found, str):
+            left -= 1
+            warn(found)
+        elif as_json:
+            click.echo(json.dumps(_plain(found)))
+        else:
+            click.echo(change_line(found))
+    raise CommandFailed("no process answers any more")
+
+
+@command.command("yield")
+@_reaching
+@_following
+@click.option(
+    "--level",
+    type=click.Choice([level.value for level in YieldLevel]),
+    help="tensors: the context stays; process: all, by the driver; auto (default): both.",
+)
+@click.option("--device", "devices", type=click.IntRange(0, 1023), multiple=True, help="Only this.")
+@click.option("--class", "classes", type=_CLASSES, multiple=True, help="Only this tensor class.")
+@click.option("--keep", type=_CLASSES, multiple=True, help="Tensor class that stays.")
+@click.option(
+    "--discard",
+    type=click.Choice(DISCARDABLE),
+    multiple=True,
+    help="Tensor class that is thrown away: zeros after the restore.",
+)
+@click.option(
+    "--lease",
+    "lease_seconds",
+    type=_duration,
+    metavar="TIME",
+    help="Restore by itself after so long.",
+)
+@click.option(
+    "--deadline",
+    "deadline_seconds",
+    type=_duration,
+    metavar="TIME",
+    help="Undo it where it takes longer.",
+)
+@click.option(
+    "--wait-seconds",
+    type=_duration,
+    metavar="TIME",
+    help="How long to wait for a safe point (default 60).",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would happen.")
+@click.option("--verify", is_flag=True, help="Compare checksums before and after.")
+@click.option("--assume-private", is_flag=True, help="Move also what others may share.")
+@click.option("--release-host", is_flag=True, help="Give host memory back after the restore.")
+@click.option("--disk-dir", help="Folder for what host memory can not hold; the job must allow it.")
+def _yield(**given: Any) -> int:
+    """Give GPU memory back."""
+    names = (
+        "level", "devices", "classes", "keep", "discard", "lease_seconds", "deadline_seconds",
+        "wait_seconds", "dry_run", "verify", "assume_private", "release_host", "disk_dir",
+    )  # fmt: skip
+    return _command("yield", names, given)
+
+
+@command.command("restore")
+@_reaching
+@_following
+@click.option("--class", "classes", type=_CLASSES, multiple=True, help="Only this tensor class.")
+@click.option(
+    "--wait-seconds",
+    type=_duration,
+    metavar="TIME",
+    help="How long to wait for device memory (default 60).",
+)
+def _restore(**given: Any) -> int:
+    """Take GPU memory again."""
+    return _command("restore", ("classes", "wait_seconds"), given)
+
+
+def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
+    """Send it to each process and follow it."""
+    from gpumem_otel.cli import ctl_jobs
+    from gpumem_otel.cli.ctl_view import bars, report_lines
+
+    # What was not said is left to the job, which has defaults of its own.
+    body = {name: value for name in names if (value := given.pop(name)) not in (None, (), False)}
+    as_json, every, wait = given.pop("as_json"), given.pop("every"), given.pop("wait")
+    reach = _Reach(**given)
+    clients = _clients(reach)
+    if not reach.targets and not every:
+        _refuse_several_jobs(clients)
+    names_shown = {client.target.url: f"{kind} {i}" for i, client in enumerate(clients)}
+    call = partial(ctl_jobs.command, kind=kind, body=body, wait=wait)
+    with bars(names_shown) as show:
+        outcomes = ctl_jobs.at_once(clients, call, show)
+    if as_json:
+        print_json([_plain(outcome) for outcome in outcomes])
+    else:
+        for outcome in outcomes:
+            if not outcome.error:
+                click.echo("\n".join(report_lines(outcome)))
+    return _said(outcomes)
+
+
+def _clients(reach: _Reach) -> list[Client]:
+    """One for each target, or for each socket of this user's jobs.
+
+    Raises:
+        ConfigError: a target or file that can not be used.
+        CommandFailed: there is nobody to ask.
+    """
+    from gpumem_otel.cli.ctl_client import Client, credentials, parse_target
+
+    shown = credentials(reach.token_file, reach.ca_file, reach.cert_file, reach.key_file)
+    urls = reach.targets or tuple(f"unix://{path}" for path in _sockets(reach.run_dir))
+    targets = [parse_target(url) for url in dict.fromkeys(urls)]
+    for target in targets:
+        if target.in_the_clear and shown.token and not reach.insecure:
+            raise click.UsageError(
+                f"{target.url} would see the token in the clear, and so would others: take https, "
+                "or --insecure where something else encrypts it"
+            )
+    return [Client(target, shown) for target in targets]
+
+
+def _sockets(run_dir: str | None) -> list[str]:
+    from gpumem_otel.cli.sd import run_dirs
+    from gpumem_otel.serve.rundir import control_sockets
+
+    found, folders = [], run_dirs(run_dir, environ())
+    for folder in folders:
+        try:
+            found += control_sockets(folder)
+        except ServeError as error:  # noqa: PERF203 - a few folders
+            warn(str(error))
+    if not found:
+        raise CommandFailed(
+            f"no job takes commands here: none has a socket in {' or '.join(folders)}; "
+            "GPUMEM_OTEL_CONTROL=1 makes one"
+        )
+    return found
+
+
+def _refuse_several_jobs(clients: Sequence[Client]) -> None:
+    """Nobody means to stop another job than the one they think of."""
+    from gpumem_otel.cli.ctl_jobs import at_once, state_of
+
+    processes = [found.process for found in at_once(clients, state_of) if not found.error]
+    jobs = {(p.get("namespace"), p.get("service_name"), p.get("run_id")) for p in processes}
+    if len(jobs) > 1:
+        raise click.UsageError(
+            f"{len(jobs)} jobs take commands here: name processes with --target ('gpumem-otel ctl "
+            "state' lists them), or give --all"
+        )
+
+
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    """As JSON."""
+    return {
+        "target": outcome.url,
+        "process": outcome.process,
+        "value": outcome.value,
+        "error": outcome.error,
+    }
+
+
+def _said(outcomes: Sequence[Outcome]) -> int:
+    """Say what went wrong; the exit code."""
+    from gpumem_otel.core.text import printable
+
+    failed = [outcome.error for outcome in outcomes if outcome.error]
+    for line in failed:
+        click.echo(f"gpumem-otel: error: {printable(' '.join(line.split()))}", err=True)
+    return 1 if failed else 0

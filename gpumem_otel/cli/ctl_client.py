@@ -1,0 +1,251 @@
+"""The client of the control API: one request, one answer, over a Unix socket or HTTP.
+
+The standard library's HTTP client: it follows no redirects, knows no proxies and repeats nothing.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ipaddress
+import json
+import os
+import socket
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from gpumem_otel.cli.common import CommandFailed
+from gpumem_otel.errors import ConfigError
+
+__all__ = [
+    "CONNECT_SECONDS",
+    "Client",
+    "Credentials",
+    "Reply",
+    "Target",
+    "Unreachable",
+    "credentials",
+    "parse_target",
+]
+
+CONNECT_SECONDS: Final = 10.0
+
+_MAX_ANSWER_BYTES: Final = 4 << 20
+
+_PORTS: Final = range(1, 65536)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a process takes commands.
+
+    Attributes:
+        url: as it was given, for messages.
+        path: of a Unix socket; "" over TCP.
+    """
+
+    url: str
+    path: str = ""
+    host: str = ""
+    port: int = 0
+    tls: bool = False
+
+    @property
+    def in_the_clear(self) -> bool:
+        """Whether others may see what is sent there."""
+        return not self.path and not self.tls and not _is_loopback(self.host)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """What is shown over TCP."""
+
+    token: str = field(default="", repr=False)
+    tls: ssl.SSLContext | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """An answer whose body is JSON, or nothing."""
+
+    status: int
+    value: Any
+    retry_after_seconds: float = 0.0
+
+    @property
+    def error(self) -> str:
+        """What a problem says, for people."""
+        detail = self.value.get("detail") if isinstance(self.value, dict) else None
+        return f"{detail or 'no control API answers here'} (HTTP {self.status})"
+
+
+class Unreachable(CommandFailed):
+    """No answer came."""
+
+
+def parse_target(url: str) -> Target:
+    """A target of its URL: `unix:///path`, `http://host:port`, `https://host:port`.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+    except ValueError:
+        raise ConfigError(_bad(url)) from None
+    if parts.scheme == "unix":
+        path = parts.path or parts.netloc
+        if not path.startswith("/") or parts.netloc:
+            raise ConfigError(_bad(url))
+        return Target(url, path=path)
+    plain = not (parts.path.strip("/") or parts.query or parts.fragment)
+    if parts.scheme not in {"http", "https"} or not host or port not in _PORTS or not plain:
+        raise ConfigError(_bad(url))
+    if "@" in parts.netloc:
+        raise ConfigError("a target holds no user or password: --token-file takes a token")
+    return Target(url, host=host, port=port or 0, tls=parts.scheme == "https")
+
+
+def _bad(url: str) -> str:
+    return f"target {url!r} is none of unix:///path/to.sock, http://host:port, https://host:port"
+
+
+def credentials(token_file: str, ca_file: str, cert_file: str, key_file: str) -> Credentials:
+    """What the files hold.
+
+    Raises:
+        ConfigError: one can not be used.
+    """
+    token = ""
+    if token_file:
+        words = _read(token_file, "token file").split()
+        if len(words) != 1:
+            raise ConfigError(f"token file {token_file}: must hold one token and nothing else")
+        token = words[0]
+    if key_file and not cert_file:
+        raise ConfigError("--key-file goes with --cert-file")
+    try:
+        context = ssl.create_default_context(cafile=ca_file or None)
+        if cert_file:
+            context.load_cert_chain(cert_file, key_file or None, password=_no_prompt)
+    except (OSError, ValueError) as error:
+        files = " and ".join(filter(None, (ca_file, cert_file, key_file)))
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise ConfigError(f"TLS files {files}: {reason}") from error
+    return Credentials(token, context)
+
+
+def _no_prompt() -> str:
+    raise ValueError("the key is encrypted: give one without a pass phrase")
+
+
+def _read(path: str, what: str) -> str:
+    try:
+        return Path(path).read_text(encoding="ascii")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{what} {path}: holds something else than ASCII") from None
+    except OSError as error:
+        raise ConfigError(f"{what} {path}: {error.strerror}") from error
+
+
+class Client:
+    """Requests to one target, from any thread."""
+
+    def __init__(self, target: Target, shown: Credentials) -> None:
+        self.target = target
+        self._shown = shown
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        key: str = "",
+        timeout: float = CONNECT_SECONDS,
+    ) -> Reply:
+        """One request on a connection of its own.
+
+        Raises:
+            Unreachable: no answer came.
+        """
+        headers = {"Accept": "application/json", "Connection": "close"}
+        if self._shown.token and not self.target.path:
+            headers["Authorization"] = f"Bearer {self._shown.token}"
+        if key:
+            headers["Idempotency-Key"] = key
+        data = None
+        if body is not None:
+            data = json.dumps(body).encode()
+            headers["Content-Type"] = "application/json"
+        connection = self._connection(timeout)
+        try:
+            connection.request(method, path, body=data, headers=headers)
+            answer = connection.getresponse()
+            raw = answer.read(_MAX_ANSWER_BYTES + 1)
+            retry_after = answer.getheader("Retry-After", "")
+        except (OSError, http.client.HTTPException) as error:
+            raise Unreachable(f"{self.target.url}: {_reason(error)}") from error
+        finally:
+            connection.close()
+        return Reply(answer.status, _value(raw), float(retry_after if retry_after.isdigit() else 0))
+
+    def _connection(self, timeout: float) -> http.client.HTTPConnection:
+        target = self.target
+        if target.path:
+            return _UnixConnection(target.path, timeout)
+        if target.tls:
+            return http.client.HTTPSConnection(
+                target.host, target.port, timeout=timeout, context=self._shown.tls
+            )
+        return http.client.HTTPConnection(target.host, target.port, timeout=timeout)
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect, through a descriptor of the folder: a path may be longer than an address."""
+        folder = os.open(Path(self._path).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.sock.settimeout(self.timeout)
+            self.sock.connect(f"/proc/self/fd/{folder}/{Path(self._path).name}")
+        except OSError:
+            self.sock.close()
+            raise
+        finally:
+            os.close(folder)
+
+
+def _value(raw: bytes) -> Any:
+    try:
+        return json.loads(raw) if len(raw) <= _MAX_ANSWER_BYTES else None
+    except (ValueError, RecursionError):
+        return None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there (the job has ended?)"
+    if isinstance(error, TimeoutError):
+        return "no answer in time"
+    if isinstance(error, http.client.HTTPException):
+        return f"no HTTP answer ({type(error).__name__})"
+    return getattr(error, "strerror", None) or str(error)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

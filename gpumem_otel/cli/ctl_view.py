@@ -1,0 +1,176 @@
+"""What `gpumem-otel ctl` shows: a table of states, a bar for each operation, a report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+from gpumem_otel.core.text import human_bytes, printable, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gpumem_otel.cli.ctl_jobs import Outcome, Progress
+
+__all__ = ["bars", "change_line", "name_of", "report_lines", "state_table"]
+
+_GIB: Final = 1 << 30
+
+_NS: Final = 1_000_000_000
+
+
+def name_of(outcome: Outcome) -> str:
+    """Which process: its job and rank."""
+    process = outcome.process
+    service = process.get("service_name") or "a job"
+    return printable(f"{service} rank {process.get('rank', '?')} (pid {process.get('pid', '?')})")
+
+
+def state_table(outcomes: list[Outcome], now_ns: int) -> str:
+    """One row per process that answered."""
+    rows = []
+    for outcome in outcomes:
+        if outcome.error:
+            continue
+        status, process = outcome.value, outcome.process
+        rows.append(
+            (
+                printable(str(process.get("service_name", ""))),
+                str(process.get("rank", "")),
+                str(process.get("pid", "")),
+                printable(str(status["state"])),
+                _ago(now_ns - int(status["since_ns"])) if status["since_ns"] else "",
+                human_bytes(int(status["moved_bytes"])),
+                _lease(int(status["lease_expiry_ns"]) - now_ns)
+                if status["lease_expiry_ns"]
+                else "-",
+                printable(outcome.url),
+            )
+        )
+    headers = ("job", "rank", "pid", "state", "since", "on the host", "lease", "target")
+    return table(headers, rows, left=frozenset({0, 3, 7}))
+
+
+def change_line(outcome: Outcome) -> str:
+    """One change of one process."""
+    status = outcome.value
+    operation = status["operation"] or {}
+    parts = [f"{name_of(outcome)}: {status['state']}"]
+    if operation.get("state") == "running":
+        parts.append(f"{operation['kind']} {operation['phase'] or 'waits'}")
+        if operation["total_bytes"]:
+            done, total = operation["done_bytes"], operation["total_bytes"]
+            parts.append(f"{human_bytes(done)} of {human_bytes(total)}")
+    elif status["moved_bytes"]:
+        parts.append(f"{human_bytes(status['moved_bytes'])} on the host")
+    if operation.get("error"):
+        parts.append(f"{operation['kind']} {operation['state']}: {operation['error']}")
+    if status["reason"]:
+        parts.append(status["reason"])
+    return printable(", ".join(map(str, parts)))
+
+
+def report_lines(outcome: Outcome) -> list[str]:
+    """What an operation did, or would do."""
+    operation, who = outcome.value, name_of(outcome)
+    report = operation["report"]
+    if operation["state"] == "running":
+        return [printable(f"{who}: {operation['kind']} {operation['id']} has begun")]
+    if report is None:
+        return [printable(f"{who}: {operation['kind']} done: nothing had to be moved")]
+    moved = sum(report["moved_bytes"].values())
+    phases = report["phases"]
+    seconds = sum(phase["seconds"] for phase in phases)
+    if operation["kind"] == "yield" and not report["operation"]:
+        expected = report["expected_seconds"]
+        length = "" if expected is None else f", in about {expected:.1f} s"
+        lines = [f"{who}: a yield would move {human_bytes(moved)}{length}"]
+    else:
+        verb = "gave back" if operation["kind"] == "yield" else "took again"
+        lines = [f"{who}: {verb} {human_bytes(moved)} in {seconds:.2f} s"]
+    lines += [
+        f"  {title}: {', '.join(f'{name} {human_bytes(size)}' for name, size in sizes.items())}"
+        for title, sizes in (
+            ("moved", report["moved_bytes"]),
+            ("discarded", report["discarded_bytes"]),
+            ("left on the device", report["residual_bytes"]),
+        )
+        if sizes
+    ]
+    for phase in phases:
+        speed = ""
+        if phase["size_bytes"] and phase["seconds"] > 0:
+            rate = phase["size_bytes"] / phase["seconds"] / _GIB
+            speed = f", {human_bytes(phase['size_bytes'])}, {rate:.1f} GiB/s"
+        lines.append(f"  {phase['phase']}: {phase['seconds']:.2f} s{speed}")
+    if report["host_bytes"] or report["disk_bytes"]:
+        disk = f", on disk {human_bytes(report['disk_bytes'])}" if report["disk_bytes"] else ""
+        lines.append(f"  held on the host {human_bytes(report['host_bytes'])}{disk}")
+    if report["checksums"]:
+        lines.append(f"  checksums {report['checksums']}")
+    lines += [f"  may kill a parked job: {line}" for line in report["dangers"]]
+    lines += [f"  note: {line}" for line in report["notes"]]
+    return [printable(line) for line in lines]
+
+
+@contextmanager
+def bars(names: dict[str, str]) -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr for each target, with GiB and GiB/s; nothing where it is no terminal.
+
+    Args:
+        names: URL -> what to call it.
+    """
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bars
+
+    with Bars(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[sizes]}", markup=False),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as bar:
+        speeds: dict[str, tuple[str, float, int]] = {}
+        tasks = {
+            url: bar.add_task(printable(name), total=None, sizes="") for url, name in names.items()
+        }
+
+        def show(progress: Progress) -> None:
+            phase, begun, first = speeds.get(progress.url, ("", 0.0, 0))
+            now = time.monotonic()
+            if phase != progress.phase:
+                begun, first = now, progress.done_bytes
+                speeds[progress.url] = (progress.phase, begun, first)
+            rate = (progress.done_bytes - first) / max(now - begun, 1e-3) / _GIB
+            bar.update(
+                tasks[progress.url],
+                description=printable(f"{names[progress.url]} {progress.phase or 'waits'}"),
+                completed=progress.done_bytes,
+                total=progress.total_bytes or None,
+                sizes=f"{progress.done_bytes / _GIB:.1f}/{progress.total_bytes / _GIB:.1f} GiB"
+                f" {max(rate, 0.0):.1f} GiB/s",
+            )
+
+        yield show
+
+
+def _ago(age_ns: int) -> str:
+    return _length(max(0, age_ns) // _NS)
+
+
+def _lease(left_ns: int) -> str:
+    return f"{_length(left_ns // _NS)} left" if left_ns > 0 else "over"
+
+
+def _length(seconds: int) -> str:
+    if seconds < 120:  # noqa: PLR2004
+        return f"{seconds} s"
+    minutes, hours = seconds // 60, seconds // 3600
+    return f"{minutes} min" if minutes < 120 else f"{hours} h"  # noqa: PLR2004

@@ -1,0 +1,118 @@
+"""Where a listener listens: a TCP port, or a Unix socket in the run directory."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from gpumem_otel.errors import ServeError
+from gpumem_otel.serve import rundir
+
+if TYPE_CHECKING:
+    from gpumem_otel.serve.rundir import RunFile
+
+__all__ = ["BACKLOG", "Binding", "TcpBinding", "UnixBinding"]
+
+BACKLOG: Final = 64
+"""Connections that wait to be accepted, and are accepted at a time."""
+
+
+class Binding(Protocol):
+    """Makes one listening socket, as often as it is asked: a port that is taken is tried again."""
+
+    def create(self) -> socket.socket:
+        """A socket that is not bound yet.
+
+        Raises:
+            OSError: there is no such family or name.
+        """
+        ...
+
+    def bind(self, listening: socket.socket) -> tuple[str, int]:
+        """Bind it and listen; (host, port), or (path, 0).
+
+        Raises:
+            OSError: the address is taken, or not ours.
+        """
+        ...
+
+
+class TcpBinding:
+    """One port of one host."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host = host
+        self._port = port
+        self._address: tuple[Any, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self._host}:{self._port}"
+
+    def create(self) -> socket.socket:
+        """A socket of the family that the host has."""
+        family, self._address = _resolve(self._host, self._port)
+        # With its protocol named, or asyncio leaves Nagle's algorithm on: 40 ms a request.
+        return socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+
+    def bind(self, listening: socket.socket) -> tuple[str, int]:
+        """Bind and listen."""
+        # Lets a restarted job bind while connections of the old one linger. Two that listen
+        # still exclude one another, as they would not with SO_REUSEPORT.
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if listening.family == socket.AF_INET6:
+            both = self._address[0] == "::"
+            listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0 if both else 1)
+        listening.bind(self._address)
+        # Two sockets may be bound to the port by now; only one of them gets past this.
+        listening.listen(BACKLOG)
+        bound = listening.getsockname()
+        return str(bound[0]), int(bound[1])
+
+
+class UnixBinding:
+    """A socket of mode 0600 in the run directory, whose name says whose it is.
+
+    It appears under that name only once it listens, so that whoever finds it dead may remove it.
+
+    Attributes:
+        run_file: what to remove at the end; None before it is bound.
+    """
+
+    def __init__(self, run_dir: str, local_rank: int) -> None:
+        self._run_dir = run_dir
+        self._name = rundir.socket_name(local_rank)
+        self.run_file: RunFile | None = None
+
+    def __str__(self) -> str:
+        return f"{self._run_dir}/{self._name}"
+
+    def create(self) -> socket.socket:
+        """A Unix socket."""
+        return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+
+    def bind(self, listening: socket.socket) -> tuple[str, int]:
+        """Bind and listen; sockets of dead processes are dropped.
+
+        Raises:
+            OSError: the directory is not safe to use, or can not be written.
+        """
+        try:
+            self.run_file = rundir.bind_socket(self._run_dir, self._name, listening, BACKLOG)
+        except ServeError as exc:
+            raise PermissionError(str(exc)) from exc
+        return os.path.join(self._run_dir, self._name), 0  # noqa: PTH118  a string for people
+
+
+def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Family and address to bind; the resolver is asked only for names."""
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError:
+        # Bytes, since str would import the idna codec on our thread.
+        name = host.encode("ascii", "replace")
+        answers = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        answers.sort(key=lambda answer: answer[0] != socket.AF_INET)
+        return answers[0][0], answers[0][4]
+    return (socket.AF_INET if version == 4 else socket.AF_INET6), (host, port)  # noqa: PLR2004

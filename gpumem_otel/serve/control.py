@@ -1,0 +1,268 @@
+"""The control listener: a Unix socket of this user, and over TCP a port that asks for credentials.
+
+Each is a listener of its own (thread, event loop, limits), so that whoever floods the port does
+not keep the person on the machine from the socket.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from gpumem_otel.errors import ServeError
+from gpumem_otel.logs import named_logger
+from gpumem_otel.serve.binding import TcpBinding, UnixBinding
+from gpumem_otel.serve.hosts import HostNames
+from gpumem_otel.serve.life import ListenerLife
+from gpumem_otel.serve.roles import Gatekeeper
+from gpumem_otel.serve.tls import server_context
+
+if TYPE_CHECKING:
+    import ssl
+    from collections.abc import Callable
+
+    from gpumem_otel.config import ControlConfig
+    from gpumem_otel.core.counters import Counters
+    from gpumem_otel.core.model import Identity
+    from gpumem_otel.core.ports import YieldControl
+    from gpumem_otel.serve.binding import Binding
+    from gpumem_otel.serve.control_values import Process
+    from gpumem_otel.serve.loop import ListenerLoop
+    from gpumem_otel.serve.peers import Peer
+    from gpumem_otel.serve.roles import Principal
+
+__all__ = ["ControlListener"]
+
+_log = named_logger("gpumem_otel.serve")
+
+_MAX_PORT: Final = 65535
+
+
+class ControlListener:
+    """Takes commands to yield and restore; nothing of it calls torch or CUDA.
+
+    Args:
+        control: who does them.
+        config: address, credentials, TLS.
+        run_dir: folder of the socket.
+        identity: who this process is; `announce` says so when it changes.
+        counters: where failures are counted.
+        limits: (commands at once, commands a second) of one sender; None for the usual ones.
+
+    Raises:
+        ServeError: something that would open a door to strangers, or can not be used.
+    """
+
+    def __init__(
+        self,
+        control: YieldControl,
+        config: ControlConfig,
+        *,
+        run_dir: str,
+        identity: Identity,
+        counters: Counters | None = None,
+        limits: tuple[int, float] | None = None,
+    ) -> None:
+        self._identity = identity
+        gatekeeper = Gatekeeper(config)
+        make = partial(
+            _Door,
+            control,
+            identity=lambda: self._identity,
+            counters=counters,
+            limits=limits,
+            disk_dirs=config.disk_dirs,
+        )
+        self._doors: list[_Door] = []
+        self._local: _Door | None = None
+        if run_dir:
+            self._local = make(
+                lambda: UnixBinding(run_dir, identity.local_rank),
+                hosts=("localhost", ()),
+                authenticate=lambda peer, _: gatekeeper.local(peer),
+                tls=None,
+            )
+            self._doors.append(self._local)
+        self._remote: _Door | None = None
+        if config.host:
+            tls = server_context(config)
+            _refuse_open_door(config, gatekeeper, tls)
+            port = config.port + identity.local_rank if config.port else 0
+            if not 0 <= port <= _MAX_PORT:
+                raise ServeError(
+                    f"control port {config.port} + local rank {identity.local_rank} is no port: "
+                    "take a lower base port"
+                )
+            self._remote = make(
+                lambda: TcpBinding(config.host, port),
+                hosts=(config.host, config.allowed_hosts),
+                authenticate=gatekeeper.remote,
+                tls=tls,
+            )
+            self._doors.append(self._remote)
+        if not self._doors:
+            raise ServeError("control: there is neither a run directory nor a host to listen on")
+        self._warn_of_variable = bool(config.token) and self._remote is not None
+
+    @property
+    def socket_path(self) -> str | None:
+        """Of the Unix socket once it is there."""
+        address = self._local.address if self._local is not None else None
+        return None if address is None else address[0]
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """(host, port) of the TCP listener once it is bound."""
+        return self._remote.address if self._remote is not None else None
+
+    def wait(self, timeout: float) -> bool:
+        """Wait until all of it is bound."""
+        deadline = time.monotonic() + timeout
+        return all(door.bound.wait(max(0.0, deadline - time.monotonic())) for door in self._doors)
+
+    def start(self) -> None:
+        """Start the threads; returns before anything is bound.
+
+        Raises:
+            ServeError: uvicorn or starlette can not be imported, or no thread be started.
+        """
+        if self._warn_of_variable:
+            _log.warning(
+                "the control token came as a setting: a variable is inherited by every child "
+                "process; GPUMEM_OTEL_CONTROL_TOKEN_FILE keeps it in a file"
+            )
+        try:
+            for door in self._doors:
+                door.start()
+        except ServeError:
+            self.stop()
+            raise
+
+    def stop(self, timeout: float = 1.0) -> None:
+        """Close everything and remove the socket; may be started again."""
+        deadline = time.monotonic() + timeout
+        for door in self._doors:
+            door.stop(max(0.0, deadline - time.monotonic()))
+
+    def announce(self, identity: Identity) -> None:
+        """Who this process is has become known; the socket keeps its name."""
+        self._identity = identity
+
+    def close_in_child(self) -> None:
+        """In a forked child: close what was inherited and leave the parent's alone."""
+        for door in self._doors:
+            door.close_in_child()
+
+
+def _refuse_open_door(
+    config: ControlConfig, gatekeeper: Gatekeeper, tls: ssl.SSLContext | None
+) -> None:
+    """Law 5: nobody commands a job over TCP without a credential, and no credential goes bare.
+
+    Raises:
+        ServeError: the settings would allow that.
+    """
+    certificates = tls is not None and bool(config.tls_client_ca_file)
+    if gatekeeper.has_client_roles and not certificates:
+        raise ServeError("control_client_roles needs control_tls_client_ca_file")
+    if not gatekeeper.has_tokens and not gatekeeper.has_client_roles:
+        raise ServeError(
+            f"control over TCP on {config.host} needs credentials: set control_token_file, or "
+            "control_tls_client_ca_file with control_client_roles"
+        )
+    if tls is None and not config.insecure and not _is_loopback(config.host):
+        raise ServeError(
+            f"control on {config.host} needs TLS, or whoever sees the traffic has the token: set "
+            "control_tls_cert_file, or control_insecure where something else encrypts it"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _Door(ListenerLife):
+    """One address of it."""
+
+    what = "the control listener"
+
+    def __init__(
+        self,
+        control: YieldControl,
+        binding: Callable[[], Binding],
+        *,
+        hosts: tuple[str, tuple[str, ...]],
+        authenticate: Callable[[Peer, str], Principal | None],
+        tls: ssl.SSLContext | None,
+        identity: Callable[[], Identity],
+        counters: Counters | None,
+        limits: tuple[int, float] | None,
+        disk_dirs: tuple[str, ...],
+    ) -> None:
+        super().__init__(counters)
+        self._control = control
+        self._make_binding = binding
+        self._binding = binding()
+        self._hosts = hosts
+        self._authenticate = authenticate
+        self._tls = tls
+        self._identity = identity
+        self._limits = limits
+        self._disk_dirs = disk_dirs
+
+    def _build(self) -> ListenerLoop:
+        from gpumem_otel.serve import control_app  # noqa: PLC0415
+        from gpumem_otel.serve.audit import Audit  # noqa: PLC0415
+        from gpumem_otel.serve.control_guard import ControlGuard  # noqa: PLC0415
+        from gpumem_otel.serve.loop import ListenerLoop  # noqa: PLC0415
+        from gpumem_otel.serve.workers import Workers  # noqa: PLC0415
+
+        burst, per_second = self._limits or (
+            control_app.COMMAND_BURST,
+            control_app.COMMANDS_PER_SECOND,
+        )
+        workers, audit = Workers(), Audit()
+        app = control_app.build_control_app(
+            self._control,
+            process=self._process,
+            workers=workers,
+            audit=audit,
+            disk_dirs=self._disk_dirs,
+            burst=burst,
+            per_second=per_second,
+        )
+        self._binding = self._make_binding()
+        return ListenerLoop(
+            ControlGuard(
+                app,
+                hosts=HostNames(*self._hosts),
+                authenticate=self._authenticate,
+                audit=audit,
+                workers=workers,
+                counters=self._counters,
+            ),
+            binding=self._binding,
+            tls=self._tls,
+            workers=workers,
+            on_bound=self._on_bound,
+            on_taken=self._on_taken,
+        )
+
+    def _process(self) -> Process:
+        from gpumem_otel.serve.control_values import process_of  # noqa: PLC0415
+
+        return process_of(self._identity())
+
+    def _register(self, loop: ListenerLoop) -> None:
+        if isinstance(self._binding, UnixBinding):
+            self._run_file = self._binding.run_file
+        scheme = "unix" if loop.address[1] == 0 else "http" if self._tls is None else "https"
+        _log.info("control: commands are taken at %s://%s", scheme, self._where())
+
+    def _where(self) -> str:
+        return str(self._binding)

@@ -1,0 +1,320 @@
+"""Bytes of storages to where they are kept and back, in large pieces, many under way at once.
+
+Pinned memory is copied to and from directly. What is pageable or on disk goes through a ring of
+pinned buffers (`staging`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.yielding.diskfile import DISK_BLOCK, DiskFile
+from gpumem_otel.yielding.staging import Staging
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from gpumem_otel.yielding.devices import Devices, Lane, Mark
+    from gpumem_otel.yielding.hostmem import HostPool, Piece
+
+__all__ = ["InMemory", "Mover", "OnDisk", "Part"]
+
+_MARK_BYTES: Final = 64 << 20
+"""A mark follows so many bytes, or the many small copies that make them."""
+_AHEAD_BYTES: Final = 4 << 30
+"""Under way at once, by device: a tenth of a second, in which many small copies can be asked."""
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """A range of the pool's line."""
+
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class OnDisk:
+    """A range of a file, whole blocks of it."""
+
+    file: DiskFile
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A storage's bytes and where they are kept.
+
+    Attributes:
+        bytes: a tensor of bytes over the storage.
+        place: None: nowhere, they become zeros.
+    """
+
+    device: int
+    bytes: Any
+    size_bytes: int
+    place: InMemory | OnDisk | None
+
+
+class Mover:
+    """One run of copies; then `close`.
+
+    Args:
+        devices: does them.
+        pool: whose line `InMemory` means.
+        progress: told (bytes done, of so many).
+        stop: asked between copies; True ends the run with an error.
+        total_bytes: of the run.
+        staging: makes the ring for a device where it is needed.
+    """
+
+    def __init__(
+        self,
+        devices: Devices,
+        pool: HostPool,
+        *,
+        progress: Callable[[int, int], None],
+        stop: Callable[[], bool],
+        total_bytes: int,
+        staging: Callable[[Devices, int], Staging] = Staging,
+    ) -> None:
+        self._devices = devices
+        self._pool = pool
+        self._progress = progress
+        self._stop = stop
+        self._total = total_bytes
+        self._done = 0
+        self._lanes: dict[int, _Tracked] = {}
+        self._make_staging = staging
+        self._staging: Staging | None = None
+        self._send = self._send_out
+        self._batch: _Batch | None = None
+
+    def out(self, parts: Iterable[Part]) -> None:
+        """From the devices; returns when all of it is kept.
+
+        Raises:
+            YieldRefusedError: stopped, or a place failed; what was copied counts for nothing.
+        """
+        self._send = self._send_out
+        for part in parts:
+            lane = self._lane(part.device)
+            if isinstance(part.place, InMemory):
+                for start, size, piece, at in self._spans(part, part.place):
+                    self._check()
+                    piece.wait()
+                    source = part.bytes[start : start + size]
+                    if piece.pinned:
+                        lane.copy(piece.bytes[at : at + size], source, size)
+                    else:
+                        self._gather(lane, source, size, piece, at)
+            elif isinstance(part.place, OnDisk):
+                self._gather(lane, part.bytes, part.size_bytes, part.place.file, part.place.offset)
+        self._finish()
+
+    def back(self, parts: Iterable[Part]) -> None:
+        """To the devices; returns when all of it is there.
+
+        Raises:
+            YieldRefusedError: stopped.
+            YieldFailedError: the disk does not give back what it took.
+        """
+        self._send = self._send_back
+        for part in parts:
+            lane = self._lane(part.device)
+            if isinstance(part.place, InMemory):
+                for start, size, piece, at in self._spans(part, part.place):
+                    self._check()
+                    target = part.bytes[start : start + size]
+                    if piece.pinned:
+                        lane.copy(target, piece.bytes[at : at + size], size)
+                    else:
+                        self._gather(lane, target, size, piece, at)
+            elif isinstance(part.place, OnDisk):
+                self._gather(lane, part.bytes, part.size_bytes, part.place.file, part.place.offset)
+            else:
+                lane.zero(part.bytes)
+        self._finish()
+
+    def close(self) -> None:
+        """Let go of the ring; waits for what is under way."""
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+        for lane in self._lanes.values():
+            lane.drain()
+
+    # one part
+
+    def _spans(self, part: Part, place: InMemory) -> Iterator[tuple[int, int, Piece, int]]:
+        """(offset in the storage, bytes, piece, offset in the piece)."""
+        start = 0
+        while start < part.size_bytes:
+            piece = self._pool.piece_at(place.offset + start)
+            at = place.offset + start - piece.start
+            size = min(part.size_bytes - start, piece.size_bytes - at)
+            yield start, size, piece, at
+            start += size
+
+    def _gather(
+        self, lane: _Tracked, tensor: Any, size: int, home: Piece | DiskFile, at: int
+    ) -> None:
+        """Ask for a staged copy; small neighbours go together in one buffer."""
+        most = self._ring(lane).buffer_bytes
+        for offset in range(0, size, most):
+            self._check()
+            length = min(most, size - offset)
+            start, end = at + offset, at + offset + length
+            batch = self._batch
+            if batch is None or not batch.takes(home, start, end, most):
+                self._submit()
+                batch = self._batch = _Batch(home, start)
+            part = tensor[offset : offset + length]
+            batch.copies.append((lane, part, start - batch.start, length))
+            batch.end = end
+
+    def _submit(self) -> None:
+        batch, self._batch = self._batch, None
+        if batch is not None and self._staging is not None:
+            self._send(self._staging, batch)
+
+    @staticmethod
+    def _send_out(staging: Staging, batch: _Batch) -> None:
+        staging.out(batch.fill, batch.end - batch.start, batch.keep)
+
+    @staticmethod
+    def _send_back(staging: Staging, batch: _Batch) -> None:
+        staging.back(batch.load, batch.end - batch.start, batch.drain)
+
+    def _ring(self, lane: _Tracked) -> Staging:
+        if self._staging is None:
+            self._staging = self._make_staging(self._devices, lane.device)
+        return self._staging
+
+    # the run
+
+    def _lane(self, device: int) -> _Tracked:
+        lane = self._lanes.get(device)
+        if lane is None:
+            made = self._devices.lane(device)
+            lane = self._lanes[device] = _Tracked(made, device, self._add)
+        return lane
+
+    def _add(self, size_bytes: int) -> None:
+        self._done += size_bytes
+        self._progress(self._done, self._total)
+
+    def _check(self) -> None:
+        if self._stop():
+            raise YieldRefusedError("stopped before all of it was copied; nothing has changed")
+
+    def _finish(self) -> None:
+        self._submit()
+        if self._staging is not None:
+            self._staging.flush()
+        for lane in self._lanes.values():
+            lane.drain()
+
+
+class _Tracked:
+    """A lane that never has more than so many bytes under way."""
+
+    def __init__(self, lane: Lane, device: int, done: Callable[[int], None]) -> None:
+        self.device = device
+        self._lane = lane
+        self._tell = done
+        self._since_mark = 0
+        self._under_way: deque[tuple[Mark, int]] = deque()
+        self._ahead = 0
+
+    def copy(self, to: Any, source: Any, size: int) -> None:
+        self._lane.copy(to, source)
+        self._since_mark += size
+        if self._since_mark >= _MARK_BYTES:
+            self.mark()
+
+    def zero(self, to: Any) -> None:
+        self._lane.zero(to)
+
+    def mark(self) -> Mark:
+        mark = self._lane.mark()
+        self._under_way.append((mark, self._since_mark))
+        self._ahead += self._since_mark
+        self._since_mark = 0
+        while self._ahead > _AHEAD_BYTES:
+            self._oldest()
+        return mark
+
+    def drain(self) -> None:
+        self.mark()
+        while self._under_way:
+            self._oldest()
+
+    def _oldest(self) -> None:
+        mark, size = self._under_way.popleft()
+        mark.wait()
+        self._ahead -= size
+        if size:
+            self._tell(size)
+
+
+class _Batch:
+    """Neighbours in one piece or file that share a buffer of the ring.
+
+    Attributes:
+        copies: (lane, bytes of a storage, where they lie in the buffer, how many).
+    """
+
+    def __init__(self, home: Piece | DiskFile, start: int) -> None:
+        self.home = home
+        self.start = self.end = start
+        self.copies: list[tuple[_Tracked, Any, int, int]] = []
+
+    def takes(self, home: Piece | DiskFile, start: int, end: int, most: int) -> bool:
+        return home is self.home and start >= self.end and end - self.start <= most
+
+    def fill(self, buffer: Any) -> Mark:
+        """Storages to the buffer."""
+        for lane, part, at, length in self.copies:
+            lane.copy(buffer[at : at + length], part, length)
+        return _Marks([lane.mark() for lane in {id(c[0]): c[0] for c in self.copies}.values()])
+
+    def drain(self, buffer: Any) -> Mark:
+        """The buffer to storages."""
+        for lane, part, at, length in self.copies:
+            lane.copy(part, buffer[at : at + length], length)
+        return _Marks([lane.mark() for lane in {id(c[0]): c[0] for c in self.copies}.values()])
+
+    def keep(self, address: int) -> None:
+        """The buffer to where it is kept."""
+        length = self.end - self.start
+        if isinstance(self.home, DiskFile):
+            self.home.write(self.start, _blocks(address, length))
+        else:
+            ctypes.memmove(self.home.address + self.start, address, length)
+
+    def load(self, address: int) -> None:
+        """What is kept to the buffer."""
+        length = self.end - self.start
+        if isinstance(self.home, DiskFile):
+            self.home.read(self.start, _blocks(address, length))
+        else:
+            ctypes.memmove(address, self.home.address + self.start, length)
+
+
+class _Marks:
+    def __init__(self, marks: list[Mark]) -> None:
+        self._marks = marks
+
+    def wait(self) -> None:
+        for mark in self._marks:
+            mark.wait()
+
+
+def _blocks(address: int, length: int) -> memoryview:
+    """Of a ring buffer, up to the end of its last block."""
+    whole = -(-length // DISK_BLOCK) * DISK_BLOCK
+    return memoryview((ctypes.c_char * whole).from_address(address)).cast("B")

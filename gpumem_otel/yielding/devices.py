@@ -1,0 +1,270 @@
+"""What moving memory needs of a device, and nothing else: the only door to torch of this room.
+
+`CpuDevices` does it all with storages in host memory, so that everything above is proved without a
+GPU; `CudaDevices` is the real thing. Both are called at a safe point alone, by the one thread that
+moves memory; `register` and `unregister` by the threads that pin it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+
+__all__ = ["CpuDevices", "CudaDevices", "Devices", "Lane", "Mark"]
+
+_PORTABLE: Final = 1
+"""`cudaHostRegisterPortable` of the CUDA runtime API: pinned for all devices."""
+_STREAMS: Final = 2
+
+
+class Mark(Protocol):
+    """A moment in a lane's work."""
+
+    def wait(self) -> None:
+        """Return once everything that was asked of the lane before it is done."""
+        ...
+
+
+class Lane(Protocol):
+    """Copies of one device, asynchronous; in order between two marks, in any order across one."""
+
+    def copy(self, to: Any, source: Any) -> None:
+        """Begin to copy one tensor of bytes into another of the same length."""
+        ...
+
+    def zero(self, to: Any) -> None:
+        """Begin to fill a tensor of bytes with zeros."""
+        ...
+
+    def mark(self) -> Mark:
+        """The moment after all that was asked since the last mark."""
+        ...
+
+
+class Devices(Protocol):
+    """See `CpuDevices`, which says what each of them does."""
+
+    torch: Any
+    at_rest: Callable[[], AbstractContextManager[None]]
+    on: Callable[[int], AbstractContextManager[None]]
+    synchronize: Callable[[int], None]
+    lane: Callable[[int], Lane]
+    allocating: Callable[[int, int], AbstractContextManager[None]]
+    empty_cache: Callable[[], None]
+    free_bytes: Callable[[int], int]
+    uuid: Callable[[int], str]
+    is_short_of_memory: Callable[[BaseException], bool]
+    bytes_of: Callable[[Any, int], Any]
+    host_bytes: Callable[[int, int], Any]
+    use: Callable[[int], None]
+    register: Callable[[int, int, int], str]
+    unregister: Callable[[int], None]
+
+
+class CpuDevices:
+    """Storages in host memory: every copy is done when it returns.
+
+    Args:
+        torch: the module.
+        free: says how many bytes a device has free; None for plenty.
+        pin: stands for the driver's pinning: address and bytes -> "" or why not.
+    """
+
+    def __init__(
+        self,
+        torch: Any,
+        *,
+        free: Callable[[int], int] | None = None,
+        pin: Callable[[int, int], str] | None = None,
+    ) -> None:
+        self.torch = torch
+        self._free = free
+        self._pin = pin
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """No mode of the caller (gradients, inference, functions) sees or changes what we do."""
+        torch = self.torch
+        with torch.inference_mode(False), torch.no_grad(), torch._C.DisableTorchFunction():  # noqa: SLF001 - as torch.overrides documents
+            yield
+
+    def on(self, device: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Within, the thread's device is this one."""
+        return nullcontext()
+
+    def synchronize(self, device: int) -> None:
+        """Wait for all work of a device."""
+
+    def lane(self, device: int) -> Lane:  # noqa: ARG002
+        """Where copies of a device are asked for; one for each piece of work."""
+        return _Immediate()
+
+    def allocating(self, device: int, stream: int) -> AbstractContextManager[None]:  # noqa: ARG002
+        """Within, memory is allocated and freed on this device, for this stream (raw handle)."""
+        return nullcontext()
+
+    def empty_cache(self) -> None:
+        """Give what the allocator holds for nobody back to the device."""
+
+    def free_bytes(self, device: int) -> int:
+        """What the device has free for anybody."""
+        return self._free(device) if self._free is not None else 1 << 62
+
+    def uuid(self, device: int) -> str:
+        """Names the device on this machine."""
+        return f"CPU-{device}"
+
+    def is_short_of_memory(self, error: BaseException) -> bool:
+        """Whether an allocation failed since the device had no room."""
+        return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
+
+    def bytes_of(self, storage: Any, device: int) -> Any:  # noqa: ARG002
+        """A tensor of bytes over a storage: another view, of which the job's tensors see nothing.
+
+        Its version counter is its own.
+        """
+        torch = self.torch
+        view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return view.set_(storage, 0, (storage.nbytes(),), (1,))
+
+    def host_bytes(self, address: int, size_bytes: int) -> Any:
+        """A tensor over host memory of ours, which must outlive it."""
+        array = (ctypes.c_char * size_bytes).from_address(address)
+        return self.torch.frombuffer(array, dtype=self.torch.uint8)
+
+    def use(self, device: int) -> None:
+        """A thread of ours is for this device: with none it would make a context on the first."""
+
+    def register(self, address: int, size_bytes: int, device: int) -> str:  # noqa: ARG002
+        """Pin host memory; "" where it is, else why it is not."""
+        return self._pin(address, size_bytes) if self._pin is not None else ""
+
+    def unregister(self, address: int) -> None:
+        """Undo `register`."""
+
+
+class CudaDevices(CpuDevices):
+    """Devices of the CUDA runtime, through torch alone.
+
+    Args:
+        torch: the module; CUDA is initialised.
+    """
+
+    def __init__(self, torch: Any) -> None:
+        super().__init__(torch)
+        self._cudart = torch.cuda.cudart()
+        self._streams: dict[int, tuple[Any, ...]] = {}
+
+    def on(self, device: int) -> AbstractContextManager[None]:
+        """See `CpuDevices`."""
+        found: AbstractContextManager[None] = self.torch.cuda.device(device)
+        return found
+
+    def synchronize(self, device: int) -> None:
+        """See `CpuDevices`."""
+        self.torch.cuda.synchronize(device)
+
+    def lane(self, device: int) -> Lane:
+        """See `CpuDevices`."""
+        cuda = self.torch.cuda
+        streams = self._streams.get(device)
+        if streams is None:
+            made = tuple(cuda.Stream(device) for _ in range(_STREAMS))
+            streams = self._streams[device] = made
+        return _Streams(cuda, streams)
+
+    @contextmanager
+    def allocating(self, device: int, stream: int) -> Iterator[None]:
+        """See `CpuDevices`."""
+        cuda = self.torch.cuda
+        if stream:
+            external = cuda.ExternalStream(stream, device=device)
+        else:
+            external = cuda.default_stream(device)
+        with cuda.device(device), cuda.stream(external):
+            yield
+
+    def empty_cache(self) -> None:
+        """See `CpuDevices`."""
+        self.torch.cuda.empty_cache()
+
+    def free_bytes(self, device: int) -> int:
+        """See `CpuDevices`."""
+        return int(self.torch.cuda.mem_get_info(device)[0])
+
+    def uuid(self, device: int) -> str:
+        """See `CpuDevices`; `GPU-` and the UUID, or the name and index before torch 2.4."""
+        found = self.torch.cuda.get_device_properties(device)
+        uuid = getattr(found, "uuid", None)
+        return f"GPU-{uuid}" if uuid is not None else f"{found.name.replace(' ', '-')}-{device}"
+
+    def is_short_of_memory(self, error: BaseException) -> bool:
+        """See `CpuDevices`."""
+        return isinstance(error, self.torch.cuda.OutOfMemoryError)
+
+    def use(self, device: int) -> None:
+        """See `CpuDevices`."""
+        self.torch.cuda.set_device(device)
+
+    def register(self, address: int, size_bytes: int, device: int) -> str:  # noqa: ARG002
+        """See `CpuDevices`."""
+        code = int(self._cudart.cudaHostRegister(address, size_bytes, _PORTABLE))
+        return "" if code == 0 else f"cudaHostRegister says {code}"
+
+    def unregister(self, address: int) -> None:
+        """See `CpuDevices`."""
+        self._cudart.cudaHostUnregister(address)
+
+
+class _Immediate:
+    """A lane of copies that are done at once."""
+
+    @staticmethod
+    def copy(to: Any, source: Any) -> None:
+        to.copy_(source)
+
+    @staticmethod
+    def zero(to: Any) -> None:
+        to.zero_()
+
+    def mark(self) -> Mark:
+        return self
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+class _Streams:
+    """A lane over several streams of ours, each in its turn from mark to mark."""
+
+    def __init__(self, cuda: Any, streams: tuple[Any, ...]) -> None:
+        self._cuda = cuda
+        self._streams = streams
+        self._turn = 0
+
+    def copy(self, to: Any, source: Any) -> None:
+        with self._cuda.stream(self._streams[self._turn]):
+            to.copy_(source, non_blocking=True)
+
+    def zero(self, to: Any) -> None:
+        with self._cuda.stream(self._streams[self._turn]):
+            to.zero_()
+
+    def mark(self) -> Mark:
+        event = self._cuda.Event(blocking=True)
+        event.record(self._streams[self._turn])
+        self._turn = (self._turn + 1) % len(self._streams)
+        return _EventMark(event)
+
+
+class _EventMark:
+    def __init__(self, event: Any) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()

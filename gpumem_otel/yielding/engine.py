@@ -1,0 +1,451 @@
+"""Gives the memory of this process's GPUs back on command, and takes it again.
+
+    RUNNING -> YIELDING -> YIELDED -> RESTORING -> RUNNING
+
+One operation at a time; a command that repeats what runs, or asks for the state that is there, is
+given that operation. A yield that can not be finished is undone whole. A restore that finds the
+device taken leaves everything where it is, says so, and is tried again by the lease. FAILED is only
+where something is lost: the job then stays where it is, for it would compute with wrong numbers.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import uuid
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from gpumem_otel.core.yields import (
+    Operation,
+    OperationState,
+    RestoreRequest,
+    YieldLevel,
+    YieldReport,
+    YieldRequest,
+    YieldState,
+)
+from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.board import Board
+from gpumem_otel.yielding.dangers import dangers_of
+from gpumem_otel.yielding.lease import FIRST_BACK_OFF_SECONDS, Lease
+from gpumem_otel.yielding.phases import Phases
+from gpumem_otel.yielding.wording import asks_same, kind_of, less_of, line_of, way_on
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from gpumem_otel.core.counters import Counters
+    from gpumem_otel.core.yields import PhaseTime, YieldStatus
+    from gpumem_otel.yielding.board import PhaseEnded
+    from gpumem_otel.yielding.parts import YieldParts
+
+__all__ = ["LEASE_WAIT_SECONDS", "YieldEngine"]
+
+_log = named_logger("gpumem_otel.yield")
+
+LEASE_WAIT_SECONDS = 10.0
+"""How long a lease that ran out waits for device memory, each time that it tries."""
+
+
+class YieldEngine:
+    """A `YieldControl`, and the same for the job's own calls.
+
+    Args:
+        parts: what moves memory.
+        counters: see `Board`.
+        environ: of the process, for what may end a job that stands still.
+
+    Attributes:
+        phases: one by one, for a coordinator; not to be mixed with the calls here.
+    """
+
+    def __init__(
+        self, parts: YieldParts, *, counters: Counters, environ: Mapping[str, str]
+    ) -> None:
+        self._parts = parts
+        self._environ = environ
+        self._clock = parts.clock
+        self._board = Board(parts.clock, counters)
+        self.phases = Phases(parts, self._board)
+        self.phases.on_interrupt = self._interrupted
+        if parts.checkpoint is not None:
+            parts.checkpoint.on_restored = self._driver_restored
+            parts.checkpoint.on_waiting = self._driver_waits
+        self._lease = Lease(self._lease_ended, parts.clock)
+        self._lock = threading.RLock()
+        self._running: tuple[str, YieldRequest | RestoreRequest] | None = None
+        self._last: dict[str, str] = {}
+        self._yielded: YieldRequest | None = None
+        self._evicted = False
+        self._pid = os.getpid()
+
+    def watch(self, on_phase: PhaseEnded, on_operation: Callable[[Operation, int], object]) -> None:
+        """Have each phase and each operation told when it has ended (time in ns since 1970)."""
+        self._board.on_phase.append(on_phase)
+        self._board.on_operation.append(on_operation)
+
+    # what can be asked
+
+    @property
+    def status(self) -> YieldStatus:
+        """The status now."""
+        return self._board.status
+
+    def operation(self, operation_id: str) -> Operation | None:
+        """See `YieldControl`."""
+        return self._board.operation(operation_id)
+
+    def wait(self, version: int, seconds: float) -> YieldStatus:
+        """See `YieldControl`."""
+        return self._board.wait(version, seconds)
+
+    # commands
+
+    def submit(self, request: YieldRequest | RestoreRequest, who: str) -> Operation:
+        """See `YieldControl`."""
+        with self._lock:
+            known = self._same(request)
+            if known is not None:
+                return known
+            operation = self._begin(request, who)
+        try:
+            self._spawn(partial(self._run, operation.id, request))
+        except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
+            self._end(operation.id, OperationState.REFUSED, error=str(error))
+            raise YieldRefusedError(f"{operation.kind}: {error}; nothing was moved") from error
+        return operation
+
+    def yield_(self, request: YieldRequest, who: str = "job") -> YieldReport:
+        """Give memory back; returns once it is.
+
+        Called by the job's own thread this is the safe point itself. By another, it waits for one.
+
+        Raises:
+            YieldRefusedError: it can not be, and everything is as it was.
+            YieldFailedError: it ended in another state, which the message names.
+        """
+        owner = self._parts.safe_points.owner
+        here = owner is None or owner is threading.current_thread()
+        return self._now(request, who, here=here)
+
+    def restore(self, request: RestoreRequest | None = None, who: str = "job") -> YieldReport:
+        """Take memory again; returns once it is there.
+
+        Raises:
+            YieldRefusedError: not now; it stays as it is.
+            YieldFailedError: something is lost.
+        """
+        return self._now(request or RestoreRequest(), who, here=False)
+
+    def close(self, seconds: float) -> None:
+        """The process ends, or uninstalls: nothing may be left that keeps it from it.
+
+        What the driver holds is taken again in any case, since the process could not even end.
+        Tensors come back where a thread stands still for them. Never raises.
+        """
+        if self._pid != os.getpid():
+            return
+        self._lease.stop()
+        checkpoint = self._parts.checkpoint
+        driver = checkpoint is not None and checkpoint.state in {"locked", "checkpointed"}
+        parked = self.phases.parked
+        if not driver and (parked is None or parked.here):
+            return
+        try:
+            self.restore(RestoreRequest(wait_seconds=seconds), who="exit")
+        except Exception as error:
+            _log.warning("at the end of the process: %s", error)
+        if checkpoint is not None:
+            # the keeper goes on trying: what the interpreter frees at its end waits for the driver
+            checkpoint.close()
+
+    def after_fork_in_child(self) -> None:
+        """A forked child holds nothing of its parent's memory; it must not speak to its keeper."""
+        forget = getattr(self._parts.checkpoint, "forget_parent", None)
+        if forget is not None:
+            forget()
+
+    # operations
+
+    def _now(self, request: YieldRequest | RestoreRequest, who: str, *, here: bool) -> YieldReport:
+        with self._lock:
+            known = self._same(request)
+            if known is not None and known.state is OperationState.RUNNING:
+                raise YieldRefusedError(f"{known.kind}: {known.id} does just that; wait for it")
+            if known is not None:
+                return known.report or YieldReport(operation=known.id, state=self._board.state)
+            operation = self._begin(request, who)
+        return self._run(operation.id, request, here=here)
+
+    def _same(self, request: YieldRequest | RestoreRequest) -> Operation | None:
+        """The operation that a command repeats; None where it is another."""
+        if self._pid != os.getpid():
+            raise YieldRefusedError("yield: a forked child holds nothing of its parent's memory")
+        if self._running is not None:
+            operation_id, running = self._running
+            operation = self._board.operation(operation_id)
+            if type(running) is type(request) and asks_same(running, request):
+                return operation
+            kind = operation.kind if operation is not None else "operation"
+            raise YieldRefusedError(f"{kind_of(request)}: {kind} {operation_id} runs; wait for it")
+        state = self._board.state
+        if isinstance(request, RestoreRequest):
+            return self._last_of("restore") if state is YieldState.RUNNING else None
+        if state is YieldState.RUNNING:
+            return None
+        if state is YieldState.YIELDED and not request.dry_run and self._yielded is not None:
+            if asks_same(self._yielded, request):
+                return self._last_of("yield")
+            raise YieldRefusedError("yield: something else was yielded; restore first")
+        reason = self._board.status.reason
+        raise YieldRefusedError(
+            f"yield: the state is {state.value}{': ' if reason else ''}{reason}; restore first"
+        )
+
+    def _last_of(self, kind: str) -> Operation:
+        last = self._board.operation(self._last.get(kind, ""))
+        if last is not None:
+            return last
+        report = YieldReport(state=self._board.state, notes=("nothing was yielded",))
+        return Operation(id="", kind=kind, state=OperationState.DONE, report=report)
+
+    def _begin(self, request: YieldRequest | RestoreRequest, who: str) -> Operation:
+        operation = Operation(
+            id=uuid.uuid4().hex, kind=kind_of(request), state=OperationState.RUNNING, who=who
+        )
+        self._running = (operation.id, request)
+        self._board.put(operation)
+        if isinstance(request, RestoreRequest):
+            self._board.enter(YieldState.RESTORING, f"asked by {who}")
+        elif not request.dry_run:
+            self._yielded, self._evicted = request, False
+            self._board.enter(YieldState.YIELDING, f"asked by {who}", reason="", lease_expiry_ns=0)
+        return operation
+
+    def _run(
+        self, operation_id: str, request: YieldRequest | RestoreRequest, *, here: bool = False
+    ) -> YieldReport:
+        if isinstance(request, RestoreRequest):
+            return self._run_restore(operation_id, request)
+        return self._run_yield(operation_id, request, here=here)
+
+    def _run_yield(self, operation_id: str, request: YieldRequest, *, here: bool) -> YieldReport:
+        began = False
+        try:
+            self.phases.prepare(request, here=here)
+            if request.dry_run:
+                report = self._report("", YieldState.RUNNING)
+                self.phases.rollback()
+                self._end(operation_id, OperationState.DONE, report=report)
+                return report
+            began = True
+            self.phases.release()
+            self.phases.checkpoint()
+        except BaseException as error:
+            raise self._undone(operation_id, error, began=began) from error
+        lease = request.lease_seconds
+        expiry = 0 if lease is None else self._clock.time_ns() + round(lease * 1e9)
+        report = self._report(operation_id, YieldState.YIELDED)
+        self._end(
+            operation_id,
+            OperationState.DONE,
+            report=report,
+            residual_bytes=MappingProxyType(dict(self.phases.residual)),
+            lease_expiry_ns=expiry,
+        )
+        if lease is not None:
+            self._lease.start(lease)
+        return report
+
+    def _undone(self, operation_id: str, error: BaseException, *, began: bool) -> BaseException:
+        """Undo a yield, and what to raise for it."""
+        left = self.phases.rollback()
+        state = self.phases.where()
+        message = line_of("yield", error)
+        if state is YieldState.RUNNING:
+            outcome = OperationState.FAILED if began else OperationState.REFUSED
+            self._end(operation_id, outcome, error=message)
+            if isinstance(error, YieldRefusedError) or not isinstance(error, Exception):
+                return error
+            return YieldRefusedError(f"{message}; undone, the job goes on as before")
+        reason = f"{message}; and undoing it: {left or 'not possible'}"
+        self._end(operation_id, OperationState.FAILED, error=reason, reason=reason)
+        self.phases.let_interrupts_through()
+        self._evict(reason)
+        if state is YieldState.YIELDED:
+            self._lease.start(FIRST_BACK_OFF_SECONDS)
+        return YieldFailedError(f"{reason}; the state is {state.value}, {way_on(state)}")
+
+    def _run_restore(self, operation_id: str, request: RestoreRequest) -> YieldReport:
+        phases, offload = self.phases, self._parts.offload
+        held = {**offload.held_bytes}
+        thrown = {**offload.discarded_bytes}
+        phases.times, phases.notes = [], []
+        interrupt: BaseException | None = None
+        try:
+            try:
+                self._bring_back(request)
+            except Exception:
+                raise
+            except BaseException as error:  # the job is interrupted: its unwinding needs memory
+                interrupt = error
+                self._bring_back(request)
+        except BaseException as error:
+            raise self._not_restored(operation_id, error) from error
+        phases.finish()
+        state = phases.where()
+        if state is YieldState.YIELDED:
+            away = ", ".join(sorted({**offload.held_bytes, **offload.discarded_bytes}))
+            phases.notes.append(f"still away: {away}")
+        else:
+            self._lease.stop()
+        report = YieldReport(
+            operation=operation_id,
+            state=state,
+            level=phases.plan.level if phases.plan is not None else YieldLevel.AUTO,
+            phases=tuple(phases.times),
+            moved_bytes=less_of(held, offload.held_bytes),
+            discarded_bytes=less_of(thrown, offload.discarded_bytes),
+            host_bytes=phases.host_bytes,
+            disk_bytes=phases.disk_bytes,
+            checksums=phases.checksums,
+            notes=tuple(phases.notes),
+        )
+        back: dict[str, Any] = {"lease_expiry_ns": 0, "residual_bytes": MappingProxyType({})}
+        self._end(
+            operation_id,
+            OperationState.DONE,
+            report=report,
+            reason="",
+            **(back if state is YieldState.RUNNING else {}),
+        )
+        if interrupt is not None:
+            raise interrupt
+        return report
+
+    def _bring_back(self, request: RestoreRequest) -> None:
+        self.phases.restore(request)
+        self.phases.reload(request)
+        self.phases.verify()
+
+    def _not_restored(self, operation_id: str, error: BaseException) -> BaseException:
+        """A restore that did not come to its end, and what to raise for it."""
+        self.phases.finish()  # where everything is back all the same
+        state = self.phases.where()
+        message = line_of("restore", error)
+        refused = isinstance(error, YieldRefusedError)
+        outcome = OperationState.REFUSED if refused else OperationState.FAILED
+        reason = "" if state is YieldState.RUNNING else message
+        self._end(operation_id, outcome, error=message, reason=reason)
+        if state is not YieldState.RUNNING:
+            self.phases.let_interrupts_through()
+            self._evict(message)
+        if refused or not isinstance(error, Exception):
+            return error
+        return YieldFailedError(f"{message}; the state is {state.value}, {way_on(state)}")
+
+    def _end(
+        self,
+        operation_id: str,
+        outcome: OperationState,
+        *,
+        report: YieldReport | None = None,
+        error: str = "",
+        **changes: object,
+    ) -> None:
+        """Nothing runs any more: say it in one change, then let the job's thread go where it may.
+
+        The state is that of the facts, whatever was intended.
+        """
+        operation = self._board.operation(operation_id)
+        offload = self._parts.offload
+        with self._lock:
+            self._running = None
+            state = self.phases.where()
+            if operation is not None:
+                self._last[operation.kind] = operation_id
+                self._board.end(
+                    operation,
+                    outcome,
+                    state,
+                    error=error,
+                    report=report,
+                    moved_bytes=sum(offload.held_bytes.values()),
+                    **changes,
+                )
+        self.phases.let_go()
+
+    def _report(self, operation_id: str, state: YieldState) -> YieldReport:
+        phases, plan = self.phases, self.phases.plan
+        if plan is None:
+            return YieldReport(operation=operation_id, state=state)
+        offload = self._parts.offload
+        away = bool(operation_id)
+        moved = offload.held_bytes if away else plan.moved_bytes
+        return YieldReport(
+            operation=operation_id,
+            state=state,
+            level=plan.level,
+            phases=tuple(phases.times),
+            moved_bytes=MappingProxyType(dict(moved)),
+            discarded_bytes=MappingProxyType(plan.discarded_bytes),
+            residual_bytes=MappingProxyType(dict(phases.residual)),
+            host_bytes=phases.host_bytes,
+            disk_bytes=phases.disk_bytes,
+            expected_seconds=None if away else phases.expected_seconds(plan),
+            dangers=dangers_of(
+                self._environ,
+                now_ns=self._clock.time_ns(),
+                world_size=self._parts.world_size(),
+                lease_seconds=plan.request.lease_seconds,
+            ),
+            notes=tuple(phases.notes),
+        )
+
+    # by itself
+
+    def _lease_ended(self) -> bool:
+        """Whether nothing more is to be done."""
+        try:
+            self.restore(RestoreRequest(wait_seconds=LEASE_WAIT_SECONDS), who="lease")
+        except YieldRefusedError as error:
+            _log.info("the lease has ended: %s", error)
+        except Exception as error:
+            _log.warning("the lease has ended: %s", error)
+        return self._board.state in {YieldState.RUNNING, YieldState.FAILED}
+
+    def _driver_restored(self, took: PhaseTime) -> None:  # noqa: ARG002 - as it is called
+        """The helper that keeps the driver's lease gave the process back: the tensors follow."""
+        self._lease.start(0.0)
+
+    def _driver_waits(self, why: str) -> None:
+        self._board.update(reason=why)
+        self._spawn(partial(self._evict, why))
+
+    def _interrupted(self) -> None:
+        """On the stopped thread: a signal handler raised there, and waits for its memory."""
+        self.phases.cancel.set()
+        self._spawn(self._restore_for_interrupt)
+
+    def _restore_for_interrupt(self) -> object:
+        while self._running is not None:
+            self.wait(self.status.version, 1.0)
+        return self.restore(who="signal") if self._board.state is YieldState.YIELDED else None
+
+    def _evict(self, reason: str) -> None:
+        """Tell the job, once for each yield, that its memory is not back when it should be."""
+        if not self._evicted:
+            self._evicted = True
+            self._parts.callbacks.evict(reason)
+
+    def _spawn(self, action: Callable[[], object]) -> None:
+        def run() -> None:
+            try:
+                action()
+            except Exception as error:  # told by its operation
+                _log.debug("%s", error)
+
+        threading.Thread(target=run, name="gpumem-otel-yield", daemon=True).start()

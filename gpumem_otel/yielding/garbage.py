@@ -1,0 +1,35 @@
+"""Keeps the garbage collector from freeing the job's tensors while the driver holds the process.
+
+A collection runs on whichever thread happens to allocate, ours too, and a tensor that it frees goes
+to the allocator, whose mutex a thread stopped by the driver may have: all Python would stand still.
+"""
+
+from __future__ import annotations
+
+import gc
+
+__all__ = ["HeldGarbage"]
+
+
+class HeldGarbage:
+    """What is there now is no more collected, until it is let go.
+
+    Objects made meanwhile are collected as ever; none of them can be a tensor on a device. Where
+    the job keeps objects from being collected itself (`gc.freeze`), nothing is done, since they
+    could not be told apart afterwards: a lease is the way out then.
+    """
+
+    def __init__(self) -> None:
+        self._held = False
+
+    def hold(self) -> None:
+        """Takes microseconds, whatever there is."""
+        if not self._held and not gc.get_freeze_count():
+            gc.freeze()
+            self._held = True
+
+    def let_go(self) -> None:
+        """To the collector again, as objects that have been there for long."""
+        if self._held:
+            self._held = False
+            gc.unfreeze()

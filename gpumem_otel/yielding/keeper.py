@@ -1,0 +1,312 @@
+"""The helper process that locks, checkpoints and brings back its parent.
+
+`python -m gpumem_otel.yielding.keeper SETTINGS`, started by `KeeperLink`. It needs neither the
+parent's interpreter lock nor its allocator, so it can end a lease even while all Python of the
+parent stands still. torch is not imported.
+
+It reads commands from standard input and answers on standard output, one JSON object a line:
+
+    {"id": 1, "do": "state"}
+    {"id": 2, "do": "adopt", "need": {uuid: bytes}, "lease_seconds": 60.0}
+    {"id": 3, "do": "checkpoint", "lock_seconds": 10.0, "lease_seconds": null}
+    {"id": 4, "do": "restore", "wait_seconds": 60.0}
+    {"id": 3, "ok": true, "state": "checkpointed", "seconds": 1.9, "need": {uuid: bytes}}
+    {"id": 4, "ok": false, "state": "checkpointed", "lost": false, "error": "..."}
+    {"event": "restored", "by": "lease", "seconds": 0.9}
+    {"event": "waiting", "error": "..."}
+
+It brings the parent back by itself when the lease runs out, when the pipe is closed while the
+parent lives, and on SIGTERM (`kill PID`: the way out where the parent can hear nothing); it tries
+again with growing pauses while the device has no room. When the parent has ended, so does it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+from typing import TYPE_CHECKING, Any, Final
+
+from gpumem_otel.yielding.drivercalls import (
+    DeviceRoom,
+    DriverCalls,
+    DriverError,
+    bring_back,
+    no_room,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Keeper", "main"]
+
+_LOOK_SECONDS: Final = 1.0
+"""Where the kernel has no pidfd the parent is looked for so often."""
+
+
+class Keeper:
+    """What the process does, without its loop.
+
+    Args:
+        calls: the driver, for the parent.
+        room: makes a `DeviceRoom` from what is needed on each device.
+        say: writes one message.
+        first_pause_seconds: before a restore is tried a second time; twice as long each time.
+        longest_pause_seconds: at most.
+        monotonic: seconds of a clock that never goes back.
+
+    Attributes:
+        ended: nothing is left to do.
+    """
+
+    def __init__(
+        self,
+        calls: DriverCalls,
+        *,
+        room: Callable[[dict[str, int]], DeviceRoom],
+        say: Callable[[dict[str, Any]], object],
+        first_pause_seconds: float = 0.25,
+        longest_pause_seconds: float = 10.0,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.ended = False
+        self._calls = calls
+        self._make_room = room
+        self._room = room({})
+        self._say = say
+        self._pauses = first_pause_seconds, longest_pause_seconds
+        self._pause = first_pause_seconds
+        self._now = monotonic
+        self._lease_end: float | None = None
+        self._due = ""  # why it comes back unasked
+        self._asked: tuple[int, float] | None = None  # who asked for it, and until when
+        self._next_try = 0.0
+        self._said = ""
+
+    # what comes in
+
+    def command(self, line: str) -> None:
+        """Work off one line."""
+        message = json.loads(line)
+        number = int(message["id"])
+        try:
+            getattr(self, "_do_" + str(message["do"]))(number, message)
+        except Exception as error:  # whatever it is: who keeps a lease must live on
+            self._answer(number, ok=False, state=self._state(), lost=False, error=str(error))
+
+    def leave(self, why: str) -> None:
+        """Bring the parent back and end: the pipe is closed, or somebody says so."""
+        self._bring_back_unasked(why)
+
+    def _do_state(self, number: int, _message: dict[str, Any]) -> None:
+        self._answer(number, ok=True, state=self._calls.state())
+
+    def _do_adopt(self, number: int, message: dict[str, Any]) -> None:
+        self._room = self._make_room(dict(message["need"]))
+        self._set_lease(message["lease_seconds"])
+        self._answer(number, ok=True, state=self._calls.state())
+
+    def _do_checkpoint(self, number: int, message: dict[str, Any]) -> None:
+        started = self._now()
+        room = self._make_room({})
+        room.note_before()
+        seconds = float(message["lock_seconds"])
+        try:
+            self._calls.lock(seconds)
+        except DriverError as error:
+            self._not_locked(number, error, seconds)
+            return
+        self._set_lease(message["lease_seconds"])
+        try:
+            self._calls.checkpoint()
+        except DriverError as error:
+            self._undo(number, error)
+            return
+        room.note_after()
+        self._room = room
+        self._answer(
+            number, ok=True, state="checkpointed", seconds=self._now() - started, need=room.need
+        )
+
+    def _do_restore(self, number: int, message: dict[str, Any]) -> None:
+        self._asked = (number, self._now() + float(message["wait_seconds"]))
+        self._pause, self._next_try = self._pauses[0], 0.0
+
+    # checkpoint
+
+    def _not_locked(self, number: int, error: DriverError, seconds: float) -> None:
+        told = str(error)
+        if error.timed_out:
+            told = f"the device's work did not end within {seconds:g} s ({error})"
+        state = self._state()
+        if state == "locked":  # a lock of somebody else, or one that was late
+            self._undo(number, error)
+        else:
+            self._answer(number, ok=False, state=state, lost=state == "failed", error=told)
+
+    def _undo(self, number: int, error: DriverError) -> None:
+        self._set_lease(None)
+        told = str(error)
+        try:
+            bring_back(self._calls)
+        except DriverError as second:
+            told = f"{error}, and then {second}"
+        state = self._state()
+        lost = state not in {"running", "checkpointed"}
+        self._answer(number, ok=False, state=state, lost=lost, error=told)
+
+    # restore
+
+    def _set_lease(self, seconds: float | None) -> None:
+        self._lease_end = None if seconds is None else self._now() + float(seconds)
+
+    def _bring_back_unasked(self, why: str) -> None:
+        if not self._due:
+            self._pause, self._next_try = self._pauses[0], 0.0
+        if self._due in ("", "lease"):
+            self._due = why
+
+    def wait_seconds(self) -> float | None:
+        """Until `turn` has something to do; None: until something comes in."""
+        moments = []
+        if self._due or self._asked:
+            moments.append(self._next_try)
+        if self._asked:
+            moments.append(self._asked[1])
+        if self._lease_end is not None:
+            moments.append(self._lease_end)
+        return max(min(moments) - self._now(), 0.0) if moments else None
+
+    def turn(self) -> None:
+        """Do what is due by now."""
+        now = self._now()
+        if self._lease_end is not None and now >= self._lease_end:
+            self._lease_end = None
+            self._bring_back_unasked("lease")
+        if (self._due or self._asked) and now >= self._next_try:
+            self._try()
+
+    def _try(self) -> None:
+        missing = self._room.missing_bytes()
+        try:
+            if missing:
+                raise no_room(missing)
+            seconds = bring_back(self._calls)
+        except DriverError as error:
+            self._not_back(str(error), lost=not error.out_of_memory)
+        else:
+            self._back(seconds)
+
+    def _not_back(self, told: str, *, lost: bool) -> None:
+        self._next_try = self._now() + self._pause
+        self._pause = min(self._pause * 2, self._pauses[1])
+        state = self._state()
+        if self._asked and (lost or self._next_try > self._asked[1]):
+            number, self._asked = self._asked[0], None
+            self._answer(number, ok=False, state=state, lost=lost, error=told)
+        if self._due and told != self._said:
+            self._said = told
+            self._say({"event": "waiting", "state": state, "lost": lost, "error": told})
+
+    def _back(self, seconds: float) -> None:
+        why, self._due, self._said = self._due, "", ""
+        self._lease_end = None
+        if self._asked:
+            number, self._asked = self._asked[0], None
+            self._answer(number, ok=True, state="running", seconds=seconds)
+        else:
+            self._say({"event": "restored", "by": why, "seconds": seconds})
+        if why not in ("", "lease"):
+            self.ended = True
+
+    def _state(self) -> str:
+        try:
+            return self._calls.state()
+        except DriverError:
+            return "unknown"
+
+    def _answer(self, number: int, **told: Any) -> None:
+        self._say({"id": number, **told})
+
+
+def _serve(keeper: Keeper, parent: int, commands: int, wake: int) -> None:
+    """Until the parent has ended, or it is back and we were sent away."""
+    watched = [commands, wake]
+    alive: int | None = None
+    with contextlib.suppress(OSError, AttributeError):
+        alive = os.pidfd_open(parent)
+        watched.append(alive)
+    waiting = b""
+    while os.getppid() == parent and not keeper.ended:
+        seconds = keeper.wait_seconds()
+        if alive is None:
+            seconds = _LOOK_SECONDS if seconds is None else min(seconds, _LOOK_SECONDS)
+        ready, _, _ = select.select(watched, [], [], seconds)
+        if alive in ready:
+            return
+        if wake in ready:
+            os.read(wake, 512)
+            keeper.leave("signal")
+        if commands in ready:
+            data = os.read(commands, 65536)
+            if not data:
+                watched.remove(commands)
+                keeper.leave("closed")
+            *lines, waiting = (waiting + data).split(b"\n")
+            for line in lines:
+                keeper.command(line.decode())
+        keeper.turn()
+
+
+def main(argv: list[str]) -> int:
+    """Run as the helper of the process that started us.
+
+    Args:
+        argv: one JSON object: `pid`, `driver`, `nvml`, `first_pause_seconds`,
+            `longest_pause_seconds`.
+
+    Returns:
+        0, or 1 where the driver can not be used; the first line said why.
+    """
+    settings = json.loads(argv[0])
+    parent = int(settings["pid"])
+    # what libraries print must not end up among the messages
+    out = os.dup(1)
+    os.dup2(2, 1)
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        signal.signal(ignored, signal.SIG_IGN)
+
+    def say(message: dict[str, Any]) -> None:
+        data = (json.dumps(message) + "\n").encode()
+        with contextlib.suppress(OSError):  # nobody reads any more
+            while data:
+                data = data[os.write(out, data) :]
+
+    try:
+        calls = DriverCalls(parent, driver=settings["driver"])
+        calls.start()
+        keeper = Keeper(
+            calls,
+            room=lambda need: DeviceRoom(parent, nvml=settings["nvml"], need=need),
+            say=say,
+            first_pause_seconds=settings["first_pause_seconds"],
+            longest_pause_seconds=settings["longest_pause_seconds"],
+        )
+    except Exception as error:
+        say({"event": "unusable", "error": str(error)})
+        return 1
+    say({"event": "ready"})
+    _serve(keeper, parent, 0, reading)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,49 @@
+"""Brings the memory back by itself when a lease runs out, and tries again where that fails."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpumem_otel.core.ports import Clock
+
+__all__ = ["Lease"]
+
+FIRST_BACK_OFF_SECONDS: Final = 1.0
+MOST_BACK_OFF_SECONDS: Final = 60.0
+
+
+class Lease:
+    """One daemon thread while a lease runs.
+
+    Args:
+        restore: tries to bring the memory back; whether no more is to be done. Must not raise.
+        clock: time.
+    """
+
+    def __init__(self, restore: Callable[[], bool], clock: Clock) -> None:
+        self._restore = restore
+        self._clock = clock
+        self._ends = threading.Event()
+
+    def start(self, seconds: float) -> None:
+        """The lease ends in so many seconds, and no earlier one counts."""
+        self.stop()
+        self._ends = threading.Event()
+        threading.Thread(
+            target=self._run, args=(self._ends, seconds), name="gpumem-otel-lease", daemon=True
+        ).start()
+
+    def stop(self) -> None:
+        """There is no lease any more."""
+        self._ends.set()
+
+    def _run(self, ends: threading.Event, seconds: float) -> None:
+        back_off = FIRST_BACK_OFF_SECONDS
+        while not self._clock.wait(ends, seconds):
+            if self._restore():
+                return
+            seconds, back_off = back_off, min(back_off * 2, MOST_BACK_OFF_SECONDS)

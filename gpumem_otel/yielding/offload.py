@@ -1,0 +1,483 @@
+"""Storages off the device and back: copied at link speed, emptied, allocated anew, filled.
+
+The storage object stays, so everything that refers to it stays as it is: views, tied weights, the
+identity of `.grad`, what autograd saved, the state of optimizers; no version counter moves.
+
+What a call changes it undoes where it fails: before `free` nothing of the job is touched; `free`
+empties all storages or none; `copy_back` brings back all that it was asked for or nothing, and the
+host copy stays until all is back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from contextlib import ExitStack, closing, contextmanager
+from typing import TYPE_CHECKING, Final
+
+from gpumem_otel.core.yields import Phase, PhaseTime
+from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.checksums import checksums
+from gpumem_otel.yielding.copies import Mover, Part
+from gpumem_otel.yielding.diskfile import DiskFile
+from gpumem_otel.yielding.placement import Item, bytes_by_class, memory_needed, place
+from gpumem_otel.yielding.staging import Staging
+
+if TYPE_CHECKING:
+    from collections.abc import (
+        Callable,
+        Collection,
+        Generator,
+        Iterable,
+        Iterator,
+        Mapping,
+        Sequence,
+    )
+
+    from gpumem_otel.core.yields import Movable, YieldRequest
+    from gpumem_otel.yielding.devices import Devices
+    from gpumem_otel.yielding.hostmem import HostPool
+    from gpumem_otel.yielding.ledger import DeviceLedger, HostLedger
+
+__all__ = ["Offload"]
+
+_log = named_logger("gpumem_otel.yielding")
+
+_DEVICE_SLACK: Final = 64 << 20
+"""The allocator reserves whole segments: asked for beside the blocks themselves."""
+
+
+class Offload:
+    """One yield after the other: admit, copy_out, free, copy_back (by class, or all), verify.
+
+    Called by one thread at a time, at a safe point.
+
+    Args:
+        devices: where the storages are.
+        pool: host memory, kept between yields.
+        host: the reservations of host memory.
+        gpus: the locks of the GPUs.
+        keep_bytes: host memory to keep pinned between yields, at most; None for all.
+        staging: makes a ring of buffers for a device.
+        monotonic: seconds of a clock that never goes back.
+
+    Attributes:
+        notes: what a person should know of the last yield and its restore.
+    """
+
+    def __init__(
+        self,
+        devices: Devices,
+        pool: HostPool,
+        host: HostLedger,
+        gpus: DeviceLedger,
+        *,
+        keep_bytes: int | None = None,
+        staging: Callable[[Devices, int], Staging] = Staging,
+        monotonic: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._devices = devices
+        self._pool = pool
+        self._host = host
+        self._gpus = gpus
+        self._keep_bytes = keep_bytes
+        self._staging = staging
+        self._now = monotonic
+        self._items: list[Item] = []
+        self._unverified: list[Item] = []
+        self._file: DiskFile | None = None
+        self._closing: threading.Thread | None = None
+        self._memory_bytes = 0
+        self._release_host = False
+        self._verify = False
+        self._speed = 0.0
+        self.notes: list[str] = []
+
+    # what can be asked
+
+    @property
+    def held_bytes(self) -> Mapping[str, int]:
+        """Kept for the job now, by class: bytes of emptied storages."""
+        return bytes_by_class(item for item in self._items if item.away and item.place is not None)
+
+    @property
+    def discarded_bytes(self) -> Mapping[str, int]:
+        """Thrown away and not yet made anew, by class."""
+        return bytes_by_class(item for item in self._items if item.away and item.place is None)
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory held, between yields too."""
+        return self._pool.capacity_bytes
+
+    @property
+    def disk_bytes(self) -> int:
+        """Disk held."""
+        return self._file.size_bytes if self._file is not None else 0
+
+    @property
+    def bytes_per_second(self) -> float:
+        """Of the last copy; 0.0 before the first."""
+        return self._speed
+
+    # yield
+
+    def admit(self, movables: Sequence[Movable], request: YieldRequest) -> tuple[int, int]:
+        """Reserve room for what goes. Touches nothing of the job; `abandon` undoes it.
+
+        Returns:
+            Bytes of host memory and of disk.
+
+        Raises:
+            YieldRefusedError: there is not enough of either; says of which.
+        """
+        if self._items:
+            raise YieldRefusedError("offload: memory is held already; restore it first")
+        kept = [one for one in movables if one.tensor_class not in request.discard]
+        gone = [one for one in movables if one.tensor_class in request.discard]
+        need = memory_needed(kept)
+        more = self._pool.room_for(need)
+        least = 0 if request.disk_dir else None
+        granted = self._host.reserve(more, at_least=least)
+        room = need if granted >= more else granted + self._pool.capacity_bytes
+        try:
+            self._items, self._memory_bytes = place(
+                kept, room, lambda size_bytes: self._open(request.disk_dir, size_bytes)
+            )
+        except BaseException:
+            self._host.keep(self._pool.capacity_bytes)
+            self._forget()
+            raise
+        self._items += [Item(one, None) for one in gone]
+        self._release_host, self._verify = request.release_host, request.verify
+        self.notes, self._unverified = [], []
+        return self._memory_bytes, self.disk_bytes
+
+    def _open(self, disk_dir: str, size_bytes: int) -> DiskFile:
+        if self._closing is not None:
+            self._closing.join()
+        self._file = DiskFile(disk_dir, size_bytes)
+        return self._file
+
+    def copy_out(self, progress: Callable[[int, int], None], stop: Callable[[], bool]) -> PhaseTime:
+        """Copy all that is kept. Nothing of the job is changed yet.
+
+        Raises:
+            YieldRefusedError: stopped, or host memory or disk failed: call `abandon`.
+        """
+        started = self._now()
+        kept = [item for item in self._items if item.place is not None]
+        total = sum(item.size for item in kept)
+        used = sorted({item.movable.device for item in self._items})
+        with self._at_rest():
+            if used:
+                self._pool.grow_to(self._memory_bytes, used[0])
+            for device in used:
+                self._devices.synchronize(device)
+            if self._verify:
+                self._sum_up(kept)
+            copying = self._now()
+            self._move(kept, total, progress, stop, out=True)
+        self._host.settle()
+        ended = self._now()
+        self._measure(total, ended - copying)
+        if self._pool.why_pageable and self._memory_bytes:
+            pageable = self._pool.capacity_bytes - self._pool.pinned_bytes
+            self.notes.append(
+                f"{pageable >> 20} MiB of host memory are not pinned: {self._pool.why_pageable}"
+            )
+        return PhaseTime(Phase.RELEASE, ended - started, total)
+
+    def free(self) -> None:
+        """Empty all storages and give the allocator's cache back to the devices.
+
+        Raises:
+            YieldRefusedError: none was emptied, or all were filled again.
+            YieldFailedError: some were emptied and could not be filled.
+        """
+        for item in self._items:
+            one = item.movable
+            if one.storage.nbytes() != one.size_bytes or one.storage.data_ptr() != one.address:
+                raise YieldRefusedError(
+                    f"offload: a storage of class {one.tensor_class} changed while it was copied; "
+                    "something else works with the device: nothing was freed"
+                )
+        with self._at_rest():
+            try:
+                self._resize_to_nothing(self._items)
+            except Exception as error:
+                self._undo_free(error)
+                raise YieldRefusedError(f"offload: freeing failed: {error}; undone") from error
+            self._devices.empty_cache()
+        self._pool.settle()
+
+    def _undo_free(self, error: Exception) -> None:
+        away = [item for item in self._items if item.away]
+        try:
+            self._bring_back(away, 0, 0.0, _nothing, lambda: False)
+        except Exception as second:
+            self._empty_again(away)
+            raise YieldFailedError(
+                f"offload: freeing failed ({error}) and so did undoing it ({second}); "
+                "the host copy stays: restore again"
+            ) from second
+        for item in away:
+            item.away = False
+
+    def abandon(self) -> None:
+        """Undo `admit` and `copy_out`; no storage is empty."""
+        if any(item.away for item in self._items):
+            raise YieldFailedError("offload: storages are empty; restore them first")
+        self._pool.stop()
+        self._finish()
+
+    # restore
+
+    def copy_back(
+        self,
+        classes: Collection[str] | None,
+        wait_seconds: float,
+        progress: Callable[[int, int], None],
+        stop: Callable[[], bool],
+    ) -> PhaseTime:
+        """Allocate on each block's own stream, largest first, and fill.
+
+        Args:
+            classes: only these; None for all that is left.
+            wait_seconds: for room on the devices.
+            progress: told (bytes copied, of so many).
+            stop: asked between copies.
+
+        Raises:
+            YieldRefusedError: no room, or stopped: what this call brought back is gone again, and
+                the host copy stays.
+            YieldFailedError: the disk does not give back what it took.
+        """
+        started = self._now()
+        self._drop_those_in_use(classes)
+        todo = [i for i in self._items if i.away and (classes is None or i.tensor_class in classes)]
+        total = sum(item.size for item in todo if item.place is not None)
+        with self._at_rest():
+            for device in sorted({item.movable.device for item in todo}):
+                self._devices.synchronize(device)
+            try:
+                self._bring_back(todo, total, wait_seconds, progress, stop)
+            except BaseException:
+                self._empty_again(todo)
+                raise
+        ended = self._now()
+        for item in todo:
+            item.away = False
+        self._unverified += [item for item in todo if item.checksum is not None]
+        if not any(item.away for item in self._items):
+            self._finish()
+        return PhaseTime(Phase.RELOAD, ended - started, total)
+
+    def _drop_those_in_use(self, classes: Collection[str] | None) -> None:
+        """Refill only what we emptied and what is still empty: others resize storages too."""
+        used = [
+            item
+            for item in self._items
+            if item.away
+            and (classes is None or item.tensor_class in classes)
+            and item.movable.storage.nbytes()
+        ]
+        for item in used:
+            item.away = False
+            item.checksum = None
+        for tensor_class, size in bytes_by_class(used).items():
+            note = f"{size} bytes of class {tensor_class} were given memory by the job meanwhile"
+            self.notes.append(f"{note}: left as they are")
+
+    def _bring_back(
+        self,
+        items: Sequence[Item],
+        total: int,
+        wait_seconds: float,
+        progress: Callable[[int, int], None],
+        stop: Callable[[], bool],
+    ) -> None:
+        """Allocate and fill: each copy begins as soon as its storage is there."""
+        devices = self._devices
+        end = self._now() + wait_seconds
+        with ExitStack() as rooms:
+            for device in sorted({item.movable.device for item in items}):
+                here = [item for item in items if item.movable.device == device]
+                need = sum(max(item.movable.block_bytes, item.size) for item in here)
+                rooms.enter_context(
+                    self._gpus.room(
+                        devices.uuid(device),
+                        need + min(_DEVICE_SLACK, need // 4),
+                        lambda device=device: devices.free_bytes(device),  # type: ignore[misc]
+                        max(end - self._now(), 0.0),
+                        stop,
+                    )
+                )
+            copying = self._now()
+            with closing(self._allocated(items)) as ready:
+                self._move(ready, total, progress, stop, out=False)
+            self._measure(total, self._now() - copying)
+
+    def _allocated(self, items: Sequence[Item]) -> Generator[Item, None, None]:
+        """One after the other, the largest first, each on its block's own stream."""
+        ordered = sorted(items, key=lambda item: -item.size)
+        at: tuple[int, int] | None = None
+        with ExitStack() as stream:
+            for number, item in enumerate(ordered):
+                one = item.movable
+                if at != (one.device, one.stream):
+                    stream.close()
+                    stream.enter_context(self._devices.allocating(one.device, one.stream))
+                    at = one.device, one.stream
+                try:
+                    one.storage.resize_(item.size)
+                except Exception as error:
+                    if not self._devices.is_short_of_memory(error):
+                        raise
+                    left = sum(i.size for i in ordered[number:] if i.movable.device == one.device)
+                    raise YieldRefusedError(
+                        f"device {one.device}: no room for the last {left} bytes of "
+                        f"{sum(i.size for i in ordered if i.movable.device == one.device)}; free "
+                        "them and restore again: the host copy stays"
+                    ) from error
+                yield item
+
+    def _empty_again(self, items: Sequence[Item]) -> None:
+        self._resize_to_nothing(items)
+        self._devices.empty_cache()
+
+    def _resize_to_nothing(self, items: Sequence[Item]) -> None:
+        """A block goes back to the stream that it belongs to, whatever stream is current."""
+        for device in sorted({item.movable.device for item in items}):
+            with self._devices.allocating(device, 0):
+                for item in items:
+                    if item.movable.device == device:
+                        item.movable.storage.resize_(0)
+                        item.away = True
+
+    def verify(self) -> str:
+        """Compare what came back since the last call with what went.
+
+        Returns:
+            "equal"; "" where no checksums were asked for.
+
+        Raises:
+            YieldFailedError: they differ; says of which class how many storages.
+        """
+        items = self._unverified
+        if not items:
+            return ""
+        wrong: Counter[str] = Counter()
+        with self._at_rest():
+            self._unverified = []
+            for item, now in zip(items, self._sums_of(items), strict=True):
+                wrong[item.tensor_class] += item.checksum != now
+            self._devices.empty_cache()  # of what the sums needed
+        told = ", ".join(f"{count} of {name}" for name, count in sorted(wrong.items()) if count)
+        if told:
+            raise YieldFailedError(
+                f"verify: contents differ from before in so many storages: {told}; "
+                "stop the job and go back to its last checkpoint"
+            )
+        return "equal"
+
+    # parts
+
+    @contextmanager
+    def _at_rest(self) -> Iterator[None]:
+        """This thread may have no device yet: whatever it switches to, it goes back to one of ours.
+
+        Else a context would appear on the first device, where the job has none.
+        """
+        items = self._items or self._unverified
+        with ExitStack() as stack:
+            stack.enter_context(self._devices.at_rest())
+            if items:
+                stack.enter_context(self._devices.on(min(item.movable.device for item in items)))
+            yield
+
+    def _move(
+        self,
+        items: Iterable[Item],
+        total: int,
+        progress: Callable[[int, int], None],
+        stop: Callable[[], bool],
+        *,
+        out: bool,
+    ) -> None:
+        mover = Mover(
+            self._devices, self._pool, progress=progress, stop=stop, total_bytes=total,
+            staging=self._staging,
+        )  # fmt: skip
+        parts = (
+            Part(one.device, self._devices.bytes_of(one.storage, one.device), item.size, item.place)
+            for item in items
+            for one in (item.movable,)
+        )
+        try:
+            (mover.out if out else mover.back)(parts)
+        finally:
+            mover.close()
+
+    def _sum_up(self, items: Sequence[Item]) -> None:
+        try:
+            found = self._sums_of(items)
+        except Exception as error:
+            if not self._devices.is_short_of_memory(error):
+                raise
+            raise YieldRefusedError(
+                "verify: the device has no 48 MiB left for checksums; nothing was moved"
+            ) from error
+        for item, value in zip(items, found, strict=True):
+            item.checksum = value
+
+    def _sums_of(self, items: Sequence[Item]) -> list[int]:
+        found: dict[int, int] = {}
+        for device in sorted({item.movable.device for item in items}):
+            here = [item for item in items if item.movable.device == device]
+            views = [self._devices.bytes_of(item.movable.storage, device) for item in here]
+            for item, value in zip(here, checksums(self._devices.torch, views), strict=True):
+                found[id(item)] = value
+        return [found[id(item)] for item in items]
+
+    def _measure(self, size_bytes: int, seconds: float) -> None:
+        if size_bytes and seconds > 0:
+            self._speed = size_bytes / seconds
+
+    def _finish(self) -> None:
+        """Nothing is held any more but the pool."""
+        self._forget()
+        if self._release_host:
+            self._pool.give_back()
+        elif self._keep_bytes is not None:
+            self._pool.give_back(self._keep_bytes)
+        self._host.keep(self._pool.capacity_bytes)
+
+    def _forget(self) -> None:
+        self._items = []
+        self._memory_bytes = 0
+        if self._file is not None:
+            # a file without a name gives its room back when it is closed: seconds for many GiB
+            self._closing = threading.Thread(
+                target=self._file.close, name="gpumem-close", daemon=True
+            )
+            self._closing.start()
+            self._file = None
+
+    def give_back(self) -> int:
+        """Unpin and free the host memory that is kept between yields.
+
+        Returns:
+            Bytes; 0 while something is stored there.
+        """
+        if self._items:
+            return 0
+        freed = self._pool.give_back()
+        self._host.keep(self._pool.capacity_bytes)
+        return freed
+
+
+def _nothing(done: int, total: int) -> None:
+    """Nobody watches."""

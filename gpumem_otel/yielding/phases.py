@@ -1,0 +1,457 @@
+"""The phases of a yield and a restore, one by one: for the engine, and for a coordinator of ranks.
+
+Every phase can be undone by `rollback`, and after each, failed or not, `where()` says by the facts
+where the process stands: what the host holds, what the driver holds, and nothing that was merely
+intended. The thread that stopped at a safe point is let go by `let_go` alone, and only where
+everything is back.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gpumem_otel.core.yields import Phase, PhaseTime, YieldLevel, YieldState
+from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.plan import Plan, check_request, make_plan
+from gpumem_otel.yielding.residual import foreign_bytes, residual_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from gpumem_otel.core.yields import RestoreRequest, YieldRequest
+    from gpumem_otel.yielding.board import Board
+    from gpumem_otel.yielding.parts import YieldParts
+    from gpumem_otel.yielding.safepoint import Parked
+
+__all__ = ["GATE_SECONDS", "ROLLBACK_SECONDS", "Phases"]
+
+_log = named_logger("gpumem_otel.yield")
+
+ROLLBACK_SECONDS = 30.0
+"""How long undoing waits for device memory that was just given back."""
+
+GATE_SECONDS = 5.0
+"""How long the driver waits for our own reads to end."""
+
+_NO_DRIVER = "the driver's checkpoint is not part of this process"
+
+
+class Phases:
+    """One yield at a time.
+
+    Not safe for use by two threads at once: whoever drives it takes turns.
+
+    Args:
+        parts: what does the work.
+        board: told of phases and progress.
+
+    Attributes:
+        plan: what the last `prepare` settled.
+        times: of the phases of the current yield or restore.
+        notes: for people.
+        residual: by cause, after the last yield.
+        cancel: set it to give up what can still be undone.
+        on_interrupt: called on the stopped thread where a signal handler raised in it.
+    """
+
+    def __init__(self, parts: YieldParts, board: Board) -> None:
+        self._parts = parts
+        self._board = board
+        self._parked: Parked | None = None
+        self._freed = False
+        self._admitted = False
+        self._gate_closed = False
+        self._callbacks_asked = False
+        self._ends: float | None = None
+        self.lost = ""
+        self.plan: Plan | None = None
+        self.times: list[PhaseTime] = []
+        self.notes: list[str] = []
+        self.residual: dict[str, int] = {}
+        self.host_bytes = self.disk_bytes = 0
+        self.checksums = ""
+        self.cancel = threading.Event()
+        self.on_interrupt: Callable[[], object] = lambda: None
+
+    # facts
+
+    def where(self) -> YieldState:
+        """RUNNING, YIELDED or FAILED, by what the host and the driver hold."""
+        driver = self._driver_state()
+        if driver == "failed" or self.lost:
+            return YieldState.FAILED
+        return YieldState.YIELDED if self._freed or driver != "running" else YieldState.RUNNING
+
+    @property
+    def parked(self) -> Parked | None:
+        """The thread that stands still for it, None where none does."""
+        return self._parked
+
+    def _driver_state(self) -> str:
+        return "running" if self._parts.checkpoint is None else self._parts.checkpoint.state
+
+    def _away(self) -> bool:
+        offload = self._parts.offload
+        return any(offload.held_bytes.values()) or any(offload.discarded_bytes.values())
+
+    def seconds_left(self) -> float:
+        """Until the deadline; infinite where there is none."""
+        if self._ends is None:
+            return float("inf")
+        return self._ends - self._parts.clock.monotonic()
+
+    def _stop(self) -> bool:
+        return self.cancel.is_set() or self.seconds_left() <= 0
+
+    def _in_time(self, what: str) -> None:
+        """Raises: YieldRefusedError: too late, or given up."""
+        if self.cancel.is_set():
+            raise YieldRefusedError(f"yield: given up {what}")
+        if self.seconds_left() <= 0:
+            deadline = self.plan.request.deadline_seconds if self.plan else None
+            raise YieldRefusedError(
+                f"yield: the deadline of {deadline or 0:g} s was missed {what}; give it longer"
+            )
+
+    # prepare
+
+    def prepare(
+        self, request: YieldRequest, *, here: bool = False, coordinated: bool = False
+    ) -> Plan:
+        """Stop the job, look, ask, reserve. Changes no memory of the job.
+
+        Args:
+            request: what is asked for.
+            here: the calling thread is the job's and at a safe point.
+            coordinated: all ranks are driven together.
+
+        Raises:
+            YieldRefusedError: it can not be, and why. `rollback` is to be called.
+        """
+        parts = self._parts
+        self.times, self.notes, self.residual = [], [], {}
+        self.plan, self.checksums = None, ""
+        self.cancel.clear()
+        started = parts.clock.monotonic()
+        seconds = request.deadline_seconds
+        self._ends = None if seconds is None else started + seconds
+        with self._board.phase(Phase.PREPARE):
+            self._refuse_at_once(request, coordinated=coordinated)
+            refusal = self._driver_refusal(request)
+            if request.level is YieldLevel.PROCESS:
+                plan = Plan(request=request, level=request.level, driver=True)
+                if not request.dry_run:
+                    self._ask_callbacks()
+            else:
+                plan = self._look(request, refusal, here=here)
+            self.plan = plan
+            self.notes += plan.notes
+            self._in_time("before anything was moved")
+        self.times.append(PhaseTime(Phase.PREPARE, parts.clock.monotonic() - started))
+        return plan
+
+    def _refuse_at_once(self, request: YieldRequest, *, coordinated: bool) -> None:
+        if self.where() is not YieldState.RUNNING:
+            raise YieldRefusedError("yield: memory is away already; restore first")
+        check_request(request)
+        size = self._parts.world_size()
+        if size > 1 and not coordinated:
+            raise YieldRefusedError(
+                f"yield: this job has {size} ranks, and the others would wait for this one until "
+                "their collectives time out; it needs a coordinator that stops them all"
+            )
+        why = self._parts.why_not_now()
+        if why:
+            raise YieldRefusedError(f"yield: {why}; try again")
+
+    def _driver_refusal(self, request: YieldRequest) -> str | None:
+        if request.level is YieldLevel.TENSORS:
+            return None
+        checkpoint = self._parts.checkpoint
+        refusal = _NO_DRIVER if checkpoint is None else checkpoint.refusal()
+        if refusal and request.level is YieldLevel.PROCESS:
+            raise YieldRefusedError(
+                f"yield: the driver would not bring this process back: {refusal}"
+            )
+        return refusal
+
+    def _look(self, request: YieldRequest, refusal: str | None, *, here: bool) -> Plan:
+        parts = self._parts
+        wait_seconds = min(request.wait_seconds, self.seconds_left())
+        self._parked = (
+            parts.safe_points.here()
+            if here
+            else parts.safe_points.park(
+                wait_seconds,
+                clock=parts.clock,
+                stop=self._stop,
+                on_interrupt=self.on_interrupt,
+            )
+        )
+        self.notes += parts.hints()
+        if not request.dry_run:
+            self._ask_callbacks()
+        if self._parked.thread is not None:
+            parts.stillness.check(self._parked.thread)
+        why = parts.why_not_now()
+        if why:
+            raise YieldRefusedError(f"yield: {why}; try again")
+        plan = make_plan(request, parts.finder.find(assume_private=request.assume_private), refusal)
+        expected = self.expected_seconds(plan)
+        if expected is not None and expected > self.seconds_left():
+            raise YieldRefusedError(
+                f"yield: the deadline of {request.deadline_seconds or 0:g} s can not be met, the "
+                f"copy alone takes {expected:.1f} s at the speed of the last; give it longer"
+            )
+        if plan.movables:
+            if self._admitted:  # what could not be given up the last time
+                self._abandon()
+            self._admitted = True
+            self.host_bytes, self.disk_bytes = parts.offload.admit(plan.movables, request)
+        return plan
+
+    def _ask_callbacks(self) -> None:
+        self._callbacks_asked = True
+        self._parts.callbacks.before()
+
+    def expected_seconds(self, plan: Plan) -> float | None:
+        """Of the copy, from the speed of the last one; None before there was one."""
+        speed = self._parts.offload.bytes_per_second
+        return sum(plan.moved_bytes.values()) / speed if speed > 0 else None
+
+    # release and checkpoint
+
+    def release(self) -> None:
+        """Copy to the host, then free on the device.
+
+        Raises:
+            YieldRefusedError: nothing was freed. `rollback` is to be called, as after any error.
+        """
+        plan = self._planned()
+        offload = self._parts.offload
+        with self._board.phase(Phase.RELEASE):
+            started = self._parts.clock.monotonic()
+            size = 0
+            with self._driver_made_ready(plan):
+                if plan.movables:
+                    size = offload.copy_out(self._board.progress, self._stop).size_bytes
+            plan = self._planned()
+            self._in_time("while it was copied to the host")
+            if not plan.movables:
+                self._freed = not plan.driver  # nothing to free: it stands still all the same
+                return
+            if self._parked is not None and self._parked.thread is not None:
+                self._parts.stillness.look(self._parked.thread)
+            try:
+                offload.free()
+            except YieldFailedError:
+                self._freed = self._away()
+                raise
+            self._freed = True
+        self.times.append(PhaseTime(Phase.RELEASE, self._parts.clock.monotonic() - started, size))
+        self._hold_account(plan)
+
+    @contextmanager
+    def _driver_made_ready(self, plan: Plan) -> Iterator[None]:
+        """The driver's helper starts beside the copy, and is known to work before anything goes."""
+        checkpoint = self._parts.checkpoint
+        if not plan.driver or checkpoint is None:
+            yield
+            return
+        errors: list[Exception] = []
+
+        def prepare() -> None:
+            try:
+                checkpoint.prepare()
+            except Exception as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=prepare, name="gpumem-otel-keeper", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()
+        if errors and plan.level is not YieldLevel.AUTO:
+            raise errors[0]
+        if errors:
+            self.notes.append(f"tensors alone, the context stays: {errors[0]}")
+            self.plan = replace(plan, driver=False, level=YieldLevel.TENSORS)
+
+    def checkpoint(self) -> None:
+        """The driver takes what is left, where that is planned.
+
+        Raises:
+            YieldRefusedError: the driver did not, and the process is as before this phase.
+            YieldFailedError: the driver lost it.
+        """
+        plan, checkpoint = self._planned(), self._parts.checkpoint
+        if not plan.driver or checkpoint is None:
+            return
+        with self._board.phase(Phase.CHECKPOINT):
+            if not plan.movables:
+                self._hold_account(plan)
+            self._close_gate()
+            left = self.seconds_left()
+            self._in_time("before the driver began")
+            done = checkpoint.lock_and_checkpoint(
+                left if left != float("inf") else 600.0, plan.request.lease_seconds
+            )
+        self.times.append(done)
+        self.residual = foreign_bytes(self.residual)
+        self._in_time("when the driver was done")
+
+    def _hold_account(self, plan: Plan) -> None:
+        self._host_account()
+        self.residual = residual_of(plan, self._parts.usage())
+
+    def _host_account(self) -> None:
+        offload = self._parts.offload
+        self.host_bytes, self.disk_bytes = offload.host_bytes, offload.disk_bytes
+        self.notes += [note for note in offload.notes if note not in self.notes]
+
+    def _planned(self) -> Plan:
+        if self.plan is None:
+            raise YieldRefusedError("yield: nothing was prepared; prepare first")
+        return self.plan
+
+    def _close_gate(self) -> None:
+        gate = self._parts.gate
+        if gate is None:
+            return
+        self._gate_closed = True
+        if not gate.close(GATE_SECONDS):
+            raise YieldRefusedError(
+                f"yield: a read of ours did not end within {GATE_SECONDS:g} s; try again"
+            )
+
+    def _open_gate(self) -> None:
+        gate, closed = self._parts.gate, self._gate_closed
+        if gate is not None and closed and self._driver_state() == "running":
+            self._gate_closed = False
+            gate.open()
+
+    # restore, reload, verify
+
+    def restore(self, request: RestoreRequest) -> None:
+        """The driver gives back what it took; does nothing where it took nothing.
+
+        Raises:
+            YieldRefusedError: not now; it stays as it is.
+            YieldFailedError: it is lost.
+        """
+        self._ends, self.lost = None, ""
+        checkpoint = self._parts.checkpoint
+        if checkpoint is not None and checkpoint.state != "running":
+            with self._board.phase(Phase.RESTORE):
+                self.times.append(checkpoint.restore(request.wait_seconds))
+        self._open_gate()
+
+    def reload(self, request: RestoreRequest) -> None:
+        """Allocate on the device, copy back.
+
+        Raises:
+            YieldRefusedError: how much is missing; what was back before this call still is.
+        """
+        if not self._freed:
+            return
+        if not self._away():
+            self._freed = False
+            return
+        with self._board.phase(Phase.RELOAD):
+            self.times.append(
+                self._parts.offload.copy_back(
+                    request.classes, request.wait_seconds, self._board.progress, lambda: False
+                )
+            )
+        self._freed = self._away()
+        if not self._freed:
+            self._admitted = False
+        self._host_account()
+
+    def verify(self) -> None:
+        """Compare checksums, where they were asked for and everything is back.
+
+        Raises:
+            YieldFailedError: contents differ.
+        """
+        plan = self.plan
+        if plan is None or not plan.request.verify or not plan.movables or self._freed:
+            return
+        with self._board.phase(Phase.VERIFY):
+            started = self._parts.clock.monotonic()
+            try:
+                self.checksums = self._parts.offload.verify()
+            except YieldFailedError as error:
+                self.lost = str(error)
+                raise
+            except Exception as error:  # all is back, and nothing says that it is wrong
+                self.notes.append(f"checksums could not be compared: {error}")
+        self.times.append(PhaseTime(Phase.VERIFY, self._parts.clock.monotonic() - started))
+
+    def finish(self) -> None:
+        """Everything is back: tell the callbacks. Does nothing otherwise."""
+        if self.where() is not YieldState.RUNNING:
+            return
+        self._open_gate()
+        if self._callbacks_asked:
+            self._callbacks_asked = False
+            self.notes += self._parts.callbacks.after()
+
+    def let_go(self) -> None:
+        """Let the thread go on, where everything is back."""
+        parked = self._parked
+        if parked is not None and self.where() is YieldState.RUNNING:
+            self._parked = None
+            parked.let_go()
+
+    def let_interrupts_through(self) -> None:
+        """Memory could not be brought back: who interrupts the thread once more gets his way."""
+        if self._parked is not None:
+            self._parked.stuck = True
+
+    # undo
+
+    def rollback(self) -> str:
+        """Undo whatever was done, as far as it can be; `where()` says how far that was.
+
+        Returns:
+            What could not be undone, "" where everything was.
+        """
+        errors: list[str] = []
+        checkpoint, offload = self._parts.checkpoint, self._parts.offload
+        if checkpoint is not None and checkpoint.state in {"locked", "checkpointed"}:
+            self._undo(errors, partial(checkpoint.restore, ROLLBACK_SECONDS))
+        elif checkpoint is not None and checkpoint.state == "running":
+            self._undo(errors, checkpoint.close)  # what was made ready, and has nothing to do
+        self._undo(errors, self._open_gate)
+        if self._freed and self._driver_state() == "running":
+            back: Any = partial(
+                offload.copy_back, None, ROLLBACK_SECONDS, self._board.progress, lambda: False
+            )
+            self._undo(errors, back)
+            self._freed = self._away()
+            if not self._freed:
+                self._admitted = False
+                self._undo(errors, self.verify)
+        elif self._admitted and not self._freed:
+            self._undo(errors, self._abandon)
+        self.finish()
+        return "; ".join(errors)
+
+    def _abandon(self) -> None:
+        self._parts.offload.abandon()
+        self._admitted = False
+
+    @staticmethod
+    def _undo(errors: list[str], action: Callable[[], object]) -> None:
+        try:
+            action()
+        except BaseException as error:  # an interrupt too: what is undone half way is worse
+            errors.append(str(error) or type(error).__name__)
+            _log.warning("undoing a yield: %s", error, exc_info=True)

@@ -1,0 +1,109 @@
+"""Where the bytes of each storage go: host memory first, the largest storages before the others."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from gpumem_otel.yielding.copies import InMemory, OnDisk
+from gpumem_otel.yielding.diskfile import DISK_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from gpumem_otel.core.yields import Movable
+    from gpumem_otel.yielding.diskfile import DiskFile
+
+__all__ = ["Item", "bytes_by_class", "memory_needed", "place"]
+
+_ALIGNMENT: Final = 512
+
+
+@dataclass(slots=True, eq=False)
+class Item:
+    """A storage on its way.
+
+    Attributes:
+        place: None where its contents are thrown away.
+        away: it was emptied by us.
+        checksum: of before, None where none was asked for.
+    """
+
+    movable: Movable
+    place: InMemory | OnDisk | None
+    away: bool = False
+    checksum: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the storage."""
+        return self.movable.size_bytes
+
+    @property
+    def tensor_class(self) -> str:
+        """What it holds."""
+        return self.movable.tensor_class
+
+
+def memory_needed(movables: Iterable[Movable]) -> int:
+    """Bytes of host memory that would hold all of them."""
+    return sum(_rounded(one.size_bytes, _ALIGNMENT) for one in movables)
+
+
+def place(
+    movables: Sequence[Movable], room_bytes: int, make_file: Callable[[int], DiskFile]
+) -> tuple[list[Item], int]:
+    """Items in the order in which they are copied, and the bytes of host memory they take.
+
+    Args:
+        movables: what is kept.
+        room_bytes: of host memory; what does not fit goes to a file.
+        make_file: makes one for so many bytes.
+
+    Raises:
+        YieldRefusedError: the file can not be had.
+    """
+    items: list[Item] = []
+    disk: list[Movable] = []
+    at = 0
+    for one in _in_turn(movables):
+        size = _rounded(one.size_bytes, _ALIGNMENT)
+        if at + size <= room_bytes:
+            items.append(Item(one, InMemory(at)))
+            at += size
+        else:
+            disk.append(one)
+    memory_bytes = at
+    if disk:
+        file = make_file(sum(_rounded(one.size_bytes, DISK_BLOCK) for one in disk))
+        at = 0
+        for one in disk:
+            items.append(Item(one, OnDisk(file, at)))
+            at += _rounded(one.size_bytes, DISK_BLOCK)
+    return items, memory_bytes
+
+
+def bytes_by_class(items: Iterable[Item]) -> dict[str, int]:
+    """Sizes of storages summed by tensor class."""
+    found: Counter[str] = Counter()
+    for item in items:
+        found[item.tensor_class] += item.size
+    return dict(found)
+
+
+def _in_turn(movables: Sequence[Movable]) -> list[Movable]:
+    """Largest first, the devices in turn by the share that is through: all links are at work."""
+    totals: Counter[int] = Counter()
+    for one in movables:
+        totals[one.device] += one.size_bytes
+    done: Counter[int] = Counter()
+    ranked: list[tuple[float, int, Movable]] = []
+    for number, one in enumerate(sorted(movables, key=lambda one: -one.size_bytes)):
+        ranked.append((done[one.device] / max(totals[one.device], 1), number, one))
+        done[one.device] += one.size_bytes
+    return [one for _, _, one in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def _rounded(size_bytes: int, unit: int) -> int:
+    return -(-size_bytes // unit) * unit

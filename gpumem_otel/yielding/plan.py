@@ -1,0 +1,155 @@
+"""What a yield will do, settled before it begins."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gpumem_otel.core.yields import DISCARDABLE, Found, YieldLevel
+from gpumem_otel.errors import YieldRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from gpumem_otel.core.yields import Movable, YieldRequest
+
+__all__ = ["Plan", "bytes_by_class", "check_request", "make_plan"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What goes, and by which way.
+
+    Attributes:
+        movables: storages that are offloaded or discarded; () where the driver takes all.
+        kept: storages that could go and were not asked for.
+        driver: the driver takes what is left.
+    """
+
+    request: YieldRequest
+    level: YieldLevel
+    movables: tuple[Movable, ...] = ()
+    kept: tuple[Movable, ...] = ()
+    driver: bool = False
+    found: Found | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        """By class, without what is discarded."""
+        return bytes_by_class(
+            one for one in self.movables if one.tensor_class not in self.request.discard
+        )
+
+    @property
+    def discarded_bytes(self) -> dict[str, int]:
+        """By class."""
+        return bytes_by_class(
+            one for one in self.movables if one.tensor_class in self.request.discard
+        )
+
+
+def bytes_by_class(movables: Iterable[Movable]) -> dict[str, int]:
+    """Sizes of storages summed by tensor class."""
+    sums: dict[str, int] = {}
+    for one in movables:
+        sums[one.tensor_class] = sums.get(one.tensor_class, 0) + one.size_bytes
+    return sums
+
+
+def check_request(request: YieldRequest) -> None:
+    """What can be said without a look at the device.
+
+    Raises:
+        YieldRefusedError: a request that can not be meant.
+    """
+    wrong = sorted(set(request.discard) - set(DISCARDABLE))
+    if wrong:
+        raise YieldRefusedError(
+            f"yield: contents of {wrong[0]!r} can not be thrown away; {', '.join(DISCARDABLE)} can"
+        )
+    both = sorted(set(request.keep) & {*request.discard, *(request.classes or ())})
+    if both:
+        raise YieldRefusedError(f"yield: {both[0]!r} is both to stay and to go; name it once")
+    if request.level is YieldLevel.PROCESS and _chooses(request):
+        raise YieldRefusedError(
+            "yield: the driver takes all devices and classes of a process; leave devices, classes, "
+            "keep and discard out, or use level 'tensors'"
+        )
+
+
+def make_plan(request: YieldRequest, found: Found, driver_refusal: str | None) -> Plan:
+    """Settle what goes.
+
+    Args:
+        request: a checked one.
+        found: what there is.
+        driver_refusal: why the driver's checkpoint would not come back, "" where it would, None
+            where it was not asked.
+
+    Raises:
+        YieldRefusedError: what was asked for can not be had here.
+    """
+    devices = None if request.devices is None else set(request.devices)
+    here = [one for one in found.movables if devices is None or one.device in devices]
+    goes = [one for one in here if _is_chosen(one, request)]
+    chosen = {id(one) for one in goes}
+    kept = [one for one in found.movables if id(one) not in chosen]
+    refusals = {
+        device: why for device, why in found.refusal.items() if devices is None or device in devices
+    }
+    auto = request.level is YieldLevel.AUTO
+    driver = auto and driver_refusal == "" and not _chooses(request, but_discard=True)
+    notes: list[str] = []
+    if refusals:
+        device, why = min(refusals.items())
+        if not driver:
+            raise YieldRefusedError(
+                f"yield: device {device}: {why}{_and_driver(request, driver_refusal)}"
+            )
+        if request.discard:
+            raise YieldRefusedError(
+                f"yield: device {device}: {why}, so the driver takes it whole and throws nothing "
+                "away; leave discard out"
+            )
+        notes.append(f"device {device}: {why}: the driver alone takes it")
+        goes, kept = [], []
+    elif auto and driver_refusal:
+        notes.append(f"tensors alone, the context stays: {driver_refusal}")
+    return Plan(
+        request=request,
+        level=_level(driver, alone=bool(refusals)),
+        movables=tuple(goes),
+        kept=tuple(kept),
+        driver=driver,
+        found=found,
+        notes=tuple(notes),
+    )
+
+
+def _level(driver: bool, *, alone: bool) -> YieldLevel:
+    """What was resolved: `auto` is tensors and driver together."""
+    if not driver:
+        return YieldLevel.TENSORS
+    return YieldLevel.PROCESS if alone else YieldLevel.AUTO
+
+
+def _is_chosen(one: Movable, request: YieldRequest) -> bool:
+    if one.tensor_class in request.keep:
+        return False
+    named = request.classes is None or one.tensor_class in request.classes
+    return named or one.tensor_class in request.discard
+
+
+def _chooses(request: YieldRequest, *, but_discard: bool = False) -> bool:
+    """Whether less than everything is asked for."""
+    some = request.devices is not None or request.classes is not None or bool(request.keep)
+    return some or (bool(request.discard) and not but_discard)
+
+
+def _and_driver(request: YieldRequest, refusal: str | None) -> str:
+    if request.level is not YieldLevel.AUTO:
+        return "; with level 'auto' the driver can take it, where all of the process may go"
+    if refusal:
+        return f"; and the driver can not take it: {refusal}"
+    return "; and the driver takes all of a process only: leave devices, classes and keep out"

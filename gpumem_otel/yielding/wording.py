@@ -1,0 +1,50 @@
+"""What the engine says about requests, states and errors."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from gpumem_otel.core.yields import RestoreRequest, YieldRequest, YieldState
+from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["asks_same", "kind_of", "less_of", "line_of", "way_on"]
+
+
+def kind_of(request: YieldRequest | RestoreRequest) -> str:
+    """`yield` or `restore`."""
+    return "restore" if isinstance(request, RestoreRequest) else "yield"
+
+
+def asks_same(one: YieldRequest | RestoreRequest, other: YieldRequest | RestoreRequest) -> bool:
+    """Whether two requests of one kind are for the same memory."""
+    if isinstance(one, YieldRequest) and isinstance(other, YieldRequest):
+        return all(
+            getattr(one, name) == getattr(other, name)
+            for name in ("level", "devices", "classes", "keep", "discard", "dry_run")
+        )
+    return one.classes == other.classes
+
+
+def line_of(kind: str, error: BaseException) -> str:
+    """One line for people, whatever was raised."""
+    if isinstance(error, YieldRefusedError | YieldFailedError):
+        return str(error)
+    return f"{kind}: {type(error).__name__}: {error}" if str(error) else f"{kind}: {error!r}"
+
+
+def way_on(state: YieldState) -> str:
+    """What to do in the state that is left by an error."""
+    return {
+        YieldState.YIELDED: "nothing is lost: restore() once the device has room",
+        YieldState.FAILED: "the job must be started again",
+    }.get(state, "the job goes on")
+
+
+def less_of(before: Mapping[str, int], after: Mapping[str, int]) -> Mapping[str, int]:
+    """By how much each of them became less."""
+    gone = {name: size - after.get(name, 0) for name, size in before.items()}
+    return MappingProxyType({name: size for name, size in gone.items() if size > 0})

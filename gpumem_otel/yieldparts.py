@@ -1,0 +1,119 @@
+"""Builds an engine of yields out of the parts that read and move memory."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from gpumem_otel import ranks
+from gpumem_otel.capture.moments import imported_from_others, nccl_communicators
+from gpumem_otel.capture.movables import MovableFinder
+from gpumem_otel.capture.otherthreads import who_else
+from gpumem_otel.capture.process import device_uuids, distributed_rank
+from gpumem_otel.core.snapshot import from_torch
+from gpumem_otel.export.clock import SystemClock
+from gpumem_otel.yielding.checkpoint import DriverCheckpoint
+from gpumem_otel.yielding.devices import CpuDevices, CudaDevices
+from gpumem_otel.yielding.engine import YieldEngine
+from gpumem_otel.yielding.hostlimits import read_room
+from gpumem_otel.yielding.hostmem import HostPool
+from gpumem_otel.yielding.ledger import DeviceLedger, HostLedger
+from gpumem_otel.yielding.offload import Offload
+from gpumem_otel.yielding.parts import YieldParts
+from gpumem_otel.yielding.stillness import Stillness
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from gpumem_otel.capture.sources import TorchSource
+    from gpumem_otel.core.counters import Counters
+    from gpumem_otel.core.model import DeviceStats
+    from gpumem_otel.yielding.callbacks import Callbacks
+    from gpumem_otel.yielding.safepoint import SafePoints
+
+__all__ = ["compose"]
+
+_SEVERAL = (
+    "several optimizers step, and the steps of the first are taken for the job's: call "
+    "gpumem_otel.step() once per iteration"
+)
+
+
+def compose(
+    source: TorchSource,
+    *,
+    safe_points: SafePoints,
+    callbacks: Callbacks,
+    participants: Callable[[], Collection[threading.Thread]],
+    environ: Mapping[str, str],
+    counters: Counters,
+    run_dir: str,
+    why_not_now: Callable[[], str] = str,
+    several: Callable[[], bool] = bool,
+    note: str = "",
+    device_type: str = "cuda",
+) -> YieldEngine:
+    """Build an engine over a source that is armed; torch is imported.
+
+    Args:
+        source: reads the allocator.
+        safe_points: of the job.
+        callbacks: of the job.
+        participants: threads that stop at safe points by themselves.
+        environ: of the process.
+        counters: take what is counted.
+        run_dir: folder in which the processes of this user reserve memory.
+        why_not_now: what a yield would disturb, "" where nothing.
+        several: whether the job's steps are those of one of several optimizers.
+        note: for each report.
+        device_type: `cpu` for tests without a GPU.
+    """
+    torch: Any = sys.modules["torch"]
+    devices: Any = CudaDevices(torch) if device_type == "cuda" else CpuDevices(torch)
+    folder = f"{run_dir}/yield"
+    clock = SystemClock()
+
+    def usage() -> Sequence[DeviceStats]:
+        try:
+            return source.stats()
+        except Exception:  # a report without it is better than none
+            return ()
+
+    def segments() -> Sequence[Any]:
+        if device_type != "cuda":
+            return ()
+        return from_torch(source.recorder.snapshot(traces=False), source="torch").raw_segments()
+
+    def world_size() -> int:
+        known = distributed_rank()
+        return max(ranks.identify(environ).world_size, known[1] if known else 1)
+
+    parts = YieldParts(
+        finder=MovableFinder(source, environ, device_type=device_type),
+        offload=Offload(
+            devices, HostPool(devices), HostLedger(folder, read_room), DeviceLedger(folder)
+        ),
+        safe_points=safe_points,
+        stillness=Stillness(
+            participants=participants,
+            who_else=partial(who_else, segments),
+            counters=lambda: {one.device: (one.allocations, one.frees) for one in usage()},
+            clock=clock,
+        ),
+        callbacks=callbacks,
+        clock=clock,
+        checkpoint=DriverCheckpoint(
+            environ=environ,
+            communicators=nccl_communicators,
+            foreign=imported_from_others,
+            uuids=lambda: device_uuids(source.status().devices).values(),
+        ),
+        gate=source.gate,
+        world_size=world_size,
+        why_not_now=why_not_now,
+        usage=usage,
+        hints=lambda: [line for line in (_SEVERAL if several() else "", note) if line],
+    )
+    return YieldEngine(parts, counters=counters, environ=environ)

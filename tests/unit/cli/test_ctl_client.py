@@ -1,0 +1,210 @@
+"""`ctl`: what a target, a duration and credentials may be; what is shown of an operation."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import fields
+
+import click
+import pytest
+from support import certs
+
+from gpumem_otel.cli import ctl, ctl_view
+from gpumem_otel.cli.ctl_client import Credentials, Reply, Target, credentials, parse_target
+from gpumem_otel.cli.ctl_jobs import Outcome, Progress
+from gpumem_otel.core.yields import RestoreRequest, YieldReport, YieldRequest
+from gpumem_otel.errors import ConfigError
+from gpumem_otel.serve.control_values import as_json
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("unix:///run/x.sock", Target("unix:///run/x.sock", path="/run/x.sock")),
+        ("unix:/run/x.sock", Target("unix:/run/x.sock", path="/run/x.sock")),
+        ("http://[::1]:9564", Target("http://[::1]:9564", host="::1", port=9564)),
+        ("https://node7:9564/", Target("https://node7:9564/", host="node7", port=9564, tls=True)),
+    ],
+)
+def test_targets(url, target):
+    assert parse_target(url) == target
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["", "node7", "node7:9564", "http://node7", "http://:9564", "http://node7:0", "http://x:99999",
+     "http://x:y", "http://x:1/v1", "http://x:1?token=a", "http://user:secret@x:1", "ftp://x:1",
+     "unix://relative.sock", "unix://", "http://[::1"],
+)  # fmt: skip
+def test_what_is_no_target(url):
+    with pytest.raises(ConfigError) as caught:
+        parse_target(url)
+    assert "\n" not in str(caught.value)
+    assert "user:secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "clear"),
+    [("http://node7:1", True), ("http://10.0.0.1:1", True), ("http://127.0.0.1:1", False),
+     ("http://[::1]:1", False), ("http://localhost:1", False), ("https://node7:1", False),
+     ("unix:///x", False)],
+)  # fmt: skip
+def test_where_others_may_listen(url, clear):
+    assert parse_target(url).in_the_clear is clear
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90.0), ("1.5", 1.5), ("90s", 90.0), ("30m", 1800.0), ("2H", 7200.0), ("1d", 86400.0)],
+)
+def test_durations(text, seconds):
+    assert ctl._duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "m", "-1", "nan", "inf", "1_0", "1e3", "5 m", "\u0661", "1w"])
+def test_what_is_no_duration(text):
+    with pytest.raises(click.BadParameter, match="is no duration"):
+        ctl._duration(text)
+
+
+def options(name):
+    """Names of the parameters of a verb that are its own."""
+    common = {"targets", "run_dir", "token_file", "ca_file", "cert_file", "key_file", "insecure",
+              "as_json", "every", "wait"}  # fmt: skip
+    return {p.name for p in ctl.command.commands[name].params} - common
+
+
+def test_every_field_of_a_request_is_an_option():
+    assert options("yield") == {field.name for field in fields(YieldRequest)}
+    assert options("restore") == {field.name for field in fields(RestoreRequest)}
+
+
+def test_files(tmp_path):
+    assert credentials("", "", "", "").token == ""
+    (tmp_path / "token").write_text("  abc\n")
+    shown = credentials(str(tmp_path / "token"), "", "", "")
+    assert shown.token == "abc"
+    assert "abc" not in repr(shown)
+    ca = certs.make_ca(tmp_path)
+    pair = certs.issue(tmp_path, ca, "ops", [])
+    files = (str(ca.cert_file), str(pair.cert_file), str(pair.key_file))
+    assert credentials("", *files).tls.cert_store_stats()["x509_ca"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("/nowhere", "", "", ""), "token file /nowhere: No such file"),
+        (("two", "", "", ""), "must hold one token"),
+        (("binary", "", "", ""), "holds something else than ASCII"),
+        (("", "/nowhere", "", ""), "TLS files /nowhere: No such file"),
+        (("", "two", "", ""), "TLS files two: "),
+        (("", "", "", "key.pem"), "--key-file goes with --cert-file"),
+    ],
+)
+def test_files_that_can_not_be_used(arguments, reason, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two").write_text("read secret-token\n")
+    (tmp_path / "binary").write_bytes(b"\xff")
+    with pytest.raises(ConfigError, match=reason) as caught:
+        credentials(*arguments)
+    assert "secret" not in str(caught.value)
+
+
+def test_what_is_no_answer_of_ours_is_said():
+    assert Reply(404, None).error == "no control API answers here (HTTP 404)"
+    assert Reply(409, {"detail": "wait"}).error == "wait (HTTP 409)"
+    assert Credentials().token == ""
+
+
+PROCESS = {"service_name": "train\x1b[31m", "rank": 3, "pid": 7}
+
+
+def operation(kind="yield", **report):
+    return {
+        "id": "op-1",
+        "kind": kind,
+        "state": "done",
+        "error": "",
+        "report": {**as_json(YieldReport(operation="op-1")), **report},
+    }
+
+
+def test_a_report():
+    done = operation(
+        moved_bytes={"parameter": 2 * GIB, "gradient": GIB},
+        residual_bytes={"context": 512 << 20},
+        phases=[
+            {"phase": "prepare", "seconds": 0.1, "size_bytes": 0},
+            {"phase": "release", "seconds": 0.5, "size_bytes": 3 * GIB},
+        ],
+        host_bytes=3 * GIB,
+        checksums="equal",
+        dangers=["NCCL's watchdog after 600 s"],
+        notes=["x\ny"],
+    )
+    lines = ctl_view.report_lines(Outcome("u", done, process=PROCESS))
+    assert lines[1:] == [
+        "  moved: parameter 2.0 GiB, gradient 1.0 GiB",
+        "  left on the device: context 512.0 MiB",
+        "  prepare: 0.10 s",
+        "  release: 0.50 s, 3.0 GiB, 6.0 GiB/s",
+        "  held on the host 3.0 GiB",
+        "  checksums equal",
+        "  may kill a parked job: NCCL's watchdog after 600 s",
+        lines[-1],
+    ]
+    assert lines[0].endswith("rank 3 (pid 7): gave back 3.0 GiB in 0.60 s")
+    assert all(line.isprintable() for line in lines)
+
+
+def test_a_dry_run_says_what_would_be():
+    value = operation(operation="", moved_bytes={"parameter": GIB}, expected_seconds=0.25)
+    (first, _) = ctl_view.report_lines(Outcome("u", value, process=PROCESS))
+    assert first.endswith("a yield would move 1.0 GiB, in about 0.2 s")
+
+
+def test_a_table_of_states():
+    now = 10_000 * 10**9
+    status = {"state": "yielded", "since_ns": now - 90 * 10**9, "moved_bytes": 3 * GIB,
+              "lease_expiry_ns": now + 3600 * 10**9}  # fmt: skip
+    text = ctl_view.state_table(
+        [Outcome("unix:///a", status, process=PROCESS), Outcome("b", error="gone")], now
+    )
+    (row,) = text.splitlines()[1:]
+    assert row.split()[1:] == [
+        "3", "7", "yielded", "90", "s", "3.0", "GiB", "60", "min", "left", "unix:///a",
+    ]  # fmt: skip
+    assert "\x1b" not in text
+
+
+def test_bars_are_drawn_on_a_terminal_alone(capfd):
+    with ctl_view.bars({"u": "yield 0"}) as show:
+        show(Progress("u", "release", GIB, 2 * GIB))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_bar_has_gib_and_speed(monkeypatch):
+    reading, writing = os.openpty()
+    with os.fdopen(writing, "w") as terminal:
+        monkeypatch.setattr("sys.stderr", terminal)
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("TERM", "xterm")
+        with ctl_view.bars({"u": "yield 0"}) as show:
+            show(Progress("u", "", 0, 0))
+            show(Progress("u", "release", 0, 2 * GIB))
+            show(Progress("u", "release", GIB, 2 * GIB))
+        terminal.flush()
+        os.set_blocking(reading, False)
+        drawn = b""
+        with suppress(BlockingIOError):
+            while piece := os.read(reading, 65536):
+                drawn += piece
+    os.close(reading)
+    text = drawn.decode()
+    assert "yield 0 release" in text
+    assert "1.0/2.0 GiB" in text
+    assert "GiB/s" in text

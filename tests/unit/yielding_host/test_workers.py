@@ -1,0 +1,70 @@
+"""Threads that do what is queued, as many at once as there may be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from gpumem_otel.yielding.workers import Workers
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_as_many_at_once_as_there_may_be_also_after_some_were_idle():
+    workers = Workers(4, "gpumem-test")
+    workers.do(lambda: None)
+    for _ in range(3):
+        together = threading.Barrier(4)  # passed by four at once, or by none
+        passed = []
+        for _ in range(8):
+            workers.do(lambda together=together, passed=passed: passed.append(together.wait(20)))
+        assert workers.finish() == 0
+        assert len(passed) == 8
+
+
+def test_finishing_waits_for_all_and_leaves_no_thread():
+    workers, done = Workers(3, "gpumem-test"), []
+    for number in range(100):
+        workers.do(lambda number=number: done.append(number))
+    assert workers.finish() == 0
+    assert sorted(done) == list(range(100))
+    assert not [t for t in threading.enumerate() if t.name.startswith("gpumem-test")]
+    workers.do(lambda: done.append("again"))
+    workers.finish()
+    assert done[-1] == "again"
+
+
+def test_what_waits_can_be_dropped():
+    workers, began, end, done = Workers(1, "gpumem-test"), threading.Event(), threading.Event(), []
+
+    def first():
+        began.set()
+        end.wait(20)
+        done.append("first")
+
+    workers.do(first)
+    began.wait(20)
+    for number in range(5):
+        workers.do(lambda number=number: done.append(number))
+    threading.Timer(0.05, end.set).start()
+    assert workers.finish(drop=True) == 5
+    assert done == ["first"]
+
+
+def test_a_job_that_exits_does_not_wait_for_them():
+    script = """
+import sys, threading, time
+from gpumem_otel.yielding.workers import Workers
+workers, began = Workers(2, "gpumem-test"), threading.Event()
+workers.do(lambda: (began.set(), threading.Event().wait()))
+began.wait()
+print("bye", flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "bye\n")

@@ -1,0 +1,180 @@
+"""The public calls beside a real torch that believes in a GPU: with install(), and without.
+
+There are no tensors of a GPU here, so nothing is moved: what is shown is that the safe points of an
+installed job are there and stop it, that the calls find their engine, and that nothing is left.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(
+        not torch.version.cuda or torch.cuda.is_available(), reason="a CUDA build without a GPU"
+    ),
+]
+
+TESTS = Path(__file__).parents[1]
+
+HEAD = """
+import json, os, sys, threading
+import gpumem_otel
+from gpumem_otel import lifecycle
+import torch
+from support.pretend_cuda import pretend
+allocator = pretend(torch)
+from gpumem_otel import yieldparts
+from gpumem_otel.yielding.devices import CpuDevices
+yieldparts.CudaDevices = CpuDevices  # the runtime's functions need a driver
+torch.cuda.is_current_stream_capturing = lambda: False
+
+def say(**facts):
+    os.write(1, (json.dumps(facts) + "\\n").encode())
+
+def refused(call, **options):
+    try:
+        call(**options)
+    except gpumem_otel.YieldRefusedError as error:
+        return str(error)
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    def start(script: str, **more: str) -> list[dict]:
+        environ = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "HOME": str(tmp_path),
+            "PYTHONPATH": str(TESTS),
+            "PYTHONFAULTHANDLER": "1",
+            "OMP_NUM_THREADS": "1",
+            "GPUMEM_OTEL_RUN_DIR": str(tmp_path / "run"),
+            "GPUMEM_OTEL_PORT": "0",
+            **more,
+        }
+        done = subprocess.run(
+            [sys.executable, "-W", "error::UserWarning", "-c", HEAD + textwrap.dedent(script)],
+            capture_output=True, text=True, timeout=280, env=environ,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-4000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    return start
+
+
+TRAIN = """
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def step():
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    """
+
+
+def test_an_installed_job_stops_at_its_optimizers_step(run):
+    said = run(
+        "gpumem_otel.install()\ntorch.cuda._lazy_init()\n"
+        + textwrap.dedent(TRAIN)
+        + textwrap.dedent("""
+        from gpumem_otel.yields import engine_of
+        agent = lifecycle.current()
+        assert agent.yields is None, "nobody has asked for it yet"
+        step()
+        assert agent.safe_points.owner is threading.main_thread()
+        engine = engine_of(agent)
+        assert engine is engine_of(agent)
+        turns = []
+
+        def command():
+            report = gpumem_otel.yield_memory(level="tensors", wait_seconds=60.0)
+            before = len(turns)
+            say(state=engine.status.state.value, thread=engine.phases.parked.thread.name)
+            restored = gpumem_otel.restore()
+            say(state=restored.state.value, went_on=len(turns) - before)
+            turns.append(None)
+
+        thread = threading.Thread(target=command, name="operator")
+        thread.start()
+        while None not in turns:
+            step()
+            turns.append(1)
+        thread.join()
+        gpumem_otel.uninstall()
+        say(posts=len(sys.modules["torch.optim.optimizer"]._global_optimizer_post_hooks))
+        """)
+    )
+    assert said == [
+        {"state": "yielded", "thread": "MainThread"},
+        {"state": "running", "went_on": 0},
+        {"posts": 0},
+    ]
+
+
+def test_the_calls_of_the_job_itself_with_and_without_install(run):
+    said = run("""
+        say(early=refused(gpumem_otel.yield_memory, level="tensors"))
+        torch.cuda._lazy_init()
+        with gpumem_otel.yielded(level="tensors") as report:
+            say(bare=report.state.value, notes=len(report.notes))
+        with gpumem_otel.Courtesy() as courtesy:
+            pass
+        try:
+            gpumem_otel.yield_memory(level="everything")
+        except gpumem_otel.ConfigError as error:
+            say(level=str(error))
+        gpumem_otel.install()
+        with gpumem_otel.yielded(level="tensors") as report:
+            say(installed=report.state.value, notes=len(report.notes))
+        gpumem_otel.uninstall()
+        """)
+    assert said == [
+        {"early": "yield: this process uses no GPU yet; nothing to give back"},
+        {"bare": "yielded", "notes": 1},
+        {
+            "level": "yield: 'everything' is not a valid YieldLevel; levels are tensors, process, "
+            "auto"
+        },
+        {"installed": "yielded", "notes": 0},
+    ]
+
+
+def test_more_than_one_rank_is_refused(run):
+    said = run(
+        """
+        gpumem_otel.install()
+        torch.cuda._lazy_init()
+        say(said=refused(gpumem_otel.yield_memory, level="tensors"))
+        """,
+        RANK="0",
+        WORLD_SIZE="2",
+    )
+    assert "2 ranks" in said[0]["said"]
+
+
+def test_a_forked_child_forgets_what_was_yielded(run):
+    said = run("""
+        import os, warnings
+        warnings.simplefilter("ignore")
+        torch.cuda._lazy_init()
+        gpumem_otel.yield_memory(level="tensors")
+        child = os.fork()
+        if not child:
+            from gpumem_otel import yields
+            say(child=yields._STATE.engine is None)
+            os._exit(0)
+        os.waitpid(child, 0)
+        say(parent=gpumem_otel.restore().state.value)
+        """)
+    assert said == [{"child": True}, {"parent": "running"}]
