@@ -104,7 +104,8 @@ def _works() -> list[Panel]:
         number(
             "Series of one process",
             "Samples in the largest scrape: what one rank costs Prometheus. At most 12 at "
-            "level minimal, 25 at standard and 80 at full for each device. No data over OTLP.",
+            "level minimal, 25 at standard and 80 at full for each device, and 16 more at full "
+            "where the job can yield. No data over OTLP.",
             Query(f"max(scrape_samples_scraped{scraped} {ours})"),
             COUNT,
         ),

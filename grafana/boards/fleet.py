@@ -48,6 +48,7 @@ def board() -> Board:
     page.row("Waste: reserved, and nothing in it", _waste())
     page.row("Growth: who will run out", _growth())
     page.row("Ranks that differ, and holders that do nothing", _skew_and_idle())
+    page.row("Given back: yields", _yields())
     page.row("Out of memory", _events())
     page.row("Blind spots", _blind())
     return page
@@ -92,7 +93,8 @@ def _now() -> list[Panel]:
         ),
         number(
             "Held by idle ranks",
-            "Reserved by ranks that for an hour neither stepped nor allocated. Ask their owners.",
+            "Reserved by ranks that for an hour neither stepped nor allocated, nor were yielded. "
+            "Ask their owners.",
             Query(f"sum({q.recorded('job:gpumem_reserved_bytes:idle1h_sum')})"),
             BYTES,
             steps=((1, "orange"),),
@@ -230,8 +232,8 @@ def _skew_and_idle() -> list[Panel]:
         ),
         ranking(
             "Jobs by memory held idle",
-            "Reserved by ranks that for an hour neither stepped nor moved what is allocated, and "
-            "hold over a tenth of their limit: hanging, waiting or forgotten.",
+            "Reserved by ranks that for an hour neither stepped nor moved what is allocated, were "
+            "not yielded, and hold over a tenth of their limit: hanging, waiting or forgotten.",
             _top("job:gpumem_reserved_bytes:idle1h_sum"),
             BYTES,
             value="held idle",
@@ -246,6 +248,46 @@ def _skew_and_idle() -> list[Panel]:
             BYTES,
             width=8,
             links=FROM_LINE,
+        ),
+    ]
+
+
+def _yields() -> list[Panel]:
+    by_state = "job_state:gpumem_yield_state:count"
+    away = q.recorded(by_state, 'state!="running"')
+    return [
+        ranking(
+            "Jobs by yield state",
+            "Processes that do not run, now. Yielded: they gave their GPUs to somebody else and "
+            "stand still. Overdue: they should be back and find the device taken; ask who holds it "
+            "to go. Failed: memory is lost, start the job again. Empty: all run, or none can "
+            "yield.",
+            Query(f"topk({MOST}, sum by (cluster, namespace, job, state) ({away}) > 0)"),
+            COUNT,
+            value="processes",
+            width=8,
+            links=FROM_TABLE,
+            told_by=("state",),
+        ),
+        ranking(
+            "Jobs by memory moved to the host",
+            "GPU memory that lies in host memory, or on disk, until the restore. It fills nodes: "
+            "what is there for days belongs to a job that nobody wants back. Exported at level "
+            "full only.",
+            _top("job:gpumem_yield_moved_bytes:sum"),
+            BYTES,
+            value="moved",
+            width=8,
+            links=FROM_TABLE,
+        ),
+        stack(
+            "Processes by yield state",
+            "Of all jobs chosen that take commands to yield. Overdue that stays, and any failed, "
+            "need a person; see the alerts.",
+            [Query(f"sum by (state) ({q.recorded(by_state)})", "{{state}}")],
+            COUNT,
+            width=8,
+            height=9,
         ),
     ]
 
@@ -296,8 +338,8 @@ def _blind() -> list[Panel]:
         ranking(
             "Age of the last profile",
             "Time since the rank that pushed longest ago had a profile stored. Longer than the "
-            "interval of the job: see drops and errors on the exporter's dashboard. Exported at "
-            "level full only.",
+            "interval of the job: see drops and errors on the exporter's dashboard; a rank that is "
+            "yielded may push nothing. Exported at level full only.",
             Query(
                 f"topk({MOST}, sum by (cluster, namespace, job) "
                 f"(time() - {q.recorded('job:gpumem_last_push_timestamp_seconds:min')}))"

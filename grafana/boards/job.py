@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from boards import job_full, job_profiles
+from boards import job_full, job_profiles, job_yields
 from boards import queries as q
 from boards.board import Board
 from boards.job_full import LINKS, RANK
@@ -54,7 +54,11 @@ def board() -> Board:
         "Which code holds it: flame graphs of rank $profile_rank", job_profiles.live_and_allocated()
     )
     page.row("When it ran out: profiles of $oom_id", job_profiles.ooms(), folded=True)
-    page.row("More, where the job exports metrics at level full", job_full.panels(), folded=True)
+    page.row(
+        "More, where the job exports metrics at level full",
+        [*job_full.panels(), *job_yields.panels()],
+        folded=True,
+    )
     return page
 
 
@@ -373,4 +377,5 @@ def _steps() -> list[Panel]:
             lowest=None,
             links=LINKS,
         ),
+        job_yields.states(),
     ]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from grafana_foundation_sdk.builders import common as c
 from grafana_foundation_sdk.builders import dashboard as d
 from grafana_foundation_sdk.builders import grafanapyroscope, prometheus, stat, table, text
+from grafana_foundation_sdk.builders import statetimeline as st
 from grafana_foundation_sdk.builders import timeseries as ts
 from grafana_foundation_sdk.models import common as cm
 from grafana_foundation_sdk.models import dashboard as dm
@@ -41,6 +42,7 @@ __all__ = [
     "pushed_number",
     "ranking",
     "stack",
+    "timeline",
     "words",
 ]
 
@@ -48,7 +50,7 @@ BYTES, RATIO, SECONDS, COUNT = "bytes", "percentunit", "s", "short"
 """Grafana's units: `bytes` is IEC (KiB, MiB, GiB), `percentunit` takes 0 to 1."""
 
 Steps = tuple[tuple[float, str], ...]
-Panel = ts.Panel | stat.Panel | table.Panel | text.Panel | d.Panel
+Panel = ts.Panel | st.Panel | stat.Panel | table.Panel | text.Panel | d.Panel
 
 _METRICS = dm.DataSourceRef(type_val=q.PROMETHEUS_TYPE, uid=q.PROMETHEUS)
 _PROFILES = dm.DataSourceRef(type_val=q.PYROSCOPE_TYPE, uid=q.PYROSCOPE)
@@ -223,6 +225,49 @@ def bars(
     return style.stacking(c.StackingConfig().mode(cm.StackingMode.NORMAL).group("A"))
 
 
+def timeline(
+    title: str,
+    description: str,
+    queries: Sequence[Query],
+    states: Sequence[tuple[str, str]],
+    *,
+    nothing: str,
+    width: int = 24,
+    height: int = 8,
+) -> st.Panel:
+    """One band a series, coloured by its state.
+
+    Args:
+        title: as everywhere.
+        description: as everywhere.
+        queries: numbers from 0, by their place in `states`.
+        states: what each number is called, and its colour.
+        nothing: what is said where there are no series.
+        width: of 24 columns.
+        height: in rows of the grid.
+    """
+    named = {
+        str(place): dm.ValueMappingResult(text=text_shown, color=colour, index=place)
+        for place, (text_shown, colour) in enumerate(states)
+    }
+    legend = c.VizLegendOptions().show_legend(True).display_mode(cm.LegendDisplayMode.LIST)
+    return (
+        st.Panel()
+        .title(title)
+        .description(description)
+        .datasource(_METRICS)
+        .targets(_targets(queries))
+        .unit(COUNT)
+        .mappings([dm.ValueMap(options=named)])
+        .no_value(nothing)
+        .merge_values(True)
+        .show_value(cm.VisibilityMode.AUTO)
+        .legend(legend.placement(cm.LegendPlacement.BOTTOM))
+        .span(width)
+        .height(height)
+    )
+
+
 def number(
     title: str,
     description: str,
@@ -283,15 +328,18 @@ def ranking(
     height: int = 9,
     steps: Steps = (),
     links: Sequence[tuple[str, str]] = (),
+    told_by: Sequence[str] = (),
 ) -> table.Panel:
     """A table of what is highest now, with a bar behind each value.
 
-    The query is aggregated, so that its labels are the columns; `value` heads the last of them.
+    The query is aggregated, so that its labels are the columns, those of the job and then
+    `told_by`; `value` heads the last of them.
     """
+    order = ("job", "namespace", "cluster", *told_by)
     organize = {
         "excludeByName": {"Time": True},
         "renameByName": {"Value": value},
-        "indexByName": {"job": 0, "namespace": 1, "cluster": 2},
+        "indexByName": {label: place for place, label in enumerate(order)},
     }
     return (
         table.Panel()

@@ -67,9 +67,9 @@ def of_jobs(metric: str, *matchers: str) -> str:
     return of_job(metric, *matchers).replace('job="$job"', 'job=~"$job"')
 
 
-def recorded(rule: str) -> str:
+def recorded(rule: str, *matchers: str) -> str:
     """A series of the recording rules, which hold one per job."""
-    return f"{rule}{{{SEVERAL_JOBS}}}"
+    return f"{rule}{{{', '.join((SEVERAL_JOBS, *matchers))}}}"
 
 
 def worst(expression: str, lowest: bool = False, count: int = 10) -> str:

@@ -1,9 +1,9 @@
 """Every query of the dashboards, with its variables filled in, against a real Prometheus.
 
 It scrapes the replayed H200 job at level full and runs the shipped recording rules. What a
-recording can not know (the device itself: its limit, what lies outside) comes from a second, made
-up job beside it. Profiles of the replayed job are asked of the stand-in for Pyroscope, or of the
-real one at `PYROSCOPE_URL`.
+recording can not know (the device itself: its limit, what lies outside; yields) comes from a
+second, made up job beside it. Profiles of the replayed job are asked of the stand-in for Pyroscope,
+or of the real one at `PYROSCOPE_URL`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ VARIABLES = {
     "__range": "60s",
 }
 
-OF_THE_DEVICE = ("limit", "outside", "host_pinned", "hw_gpu")
+NOT_RECORDED = ("limit", "outside", "host_pinned", "hw_gpu", "gpumem_yield")
 """In the names of what a file can not know; `ratio_max` of the rules is over the limit too."""
 
 NO_LABEL = {"cluster", "namespace"}
@@ -179,7 +179,7 @@ def answered(prometheus: Prometheus, asked: Asked, expression: str) -> list[dict
 
 @pytest.mark.parametrize("asked", queries(PROMETHEUS), ids=str)
 def test_a_query_has_data(servers, asked: Asked):
-    beyond = re.search("|".join(OF_THE_DEVICE) + "|per_limit", asked.expr)
+    beyond = re.search("|".join(NOT_RECORDED) + "|per_limit", asked.expr)
     expression = filled(asked.expr, job=MADE_UP if beyond else REPLAYED)
     # a rate needs its second scrape
     found = until(lambda: answered(servers.prometheus, asked, expression), expression, 20)
@@ -188,6 +188,19 @@ def test_a_query_has_data(servers, asked: Asked):
     board = asked.board["title"]
     count = sum(one.board["title"] == board for one in queries(PROMETHEUS))
     said("Prometheus", f"all {count} queries of the dashboard *{board}*", "each has data")
+
+
+def test_the_band_of_a_yielded_rank_says_yielded(servers):
+    """The panel's number for a state, put through its own mapping."""
+    (job,) = [one for one in BOARDS if one["uid"] == "gpumem-job"]
+    panel = next(panel for panel in panels(job) if panel["type"] == "state-timeline")
+    (target,) = panel["targets"]
+    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+    now = str(time.time())
+    query = {"query": filled(target["expr"], job=MADE_UP), "time": now}
+    (found,) = servers.prometheus.api("query", **query)["result"]
+    assert found["metric"] == {"rank": "3"}
+    assert mapping["options"][found["value"][1]]["text"] == "yielded"
 
 
 def test_the_stack_adds_up_to_what_the_device_says_is_used(servers):

@@ -8,7 +8,9 @@ import pytest
 import yaml
 from support import alert_rules
 
+from gpumem_otel.core.yields import YieldState
 from gpumem_otel.export.table import METRICS, Level
+from gpumem_otel.export.values import OVERDUE
 
 ROWS = {metric.prometheus: metric for metric in METRICS}
 RECORDS = alert_rules.records()
@@ -25,7 +27,11 @@ EXPRESSIONS = {
 JOB = {"cluster", "namespace", "job"}
 OF_THE_SCRAPER = JOB | {"instance", "stage"}
 
-WITHOUT_THEM_TOO = {"gpumem_allocated_peak_bytes", "gpumem_allocations_total"}
+WITHOUT_THEM_TOO = {
+    "gpumem_allocated_peak_bytes",
+    "gpumem_allocations_total",
+    "gpumem_yield_lease_expiry_timestamp_seconds",
+}
 """Metrics that make an alert better where they are exported, and not possible."""
 
 DOCS = alert_rules.ROOT / "docs" / "alerts.md"
@@ -75,10 +81,17 @@ def test_the_names_of_an_expression_are_found():
 def test_names_follow_level_metric_operations():
     for name in RECORDS:
         level, metric, operation = name.split(":")
-        assert level in {"job", "job_cause", "rank"}
+        assert level in {"job", "job_cause", "job_state", "rank"}
         assert operation
         stem = metric.removeprefix("gpumem_")
         assert any(stem.split("_per_")[0] in known for known in (*ROWS, "gpumem_unsupported"))
+
+
+def test_the_states_that_rules_ask_for_are_those_there_are():
+    states = {*(state.value for state in YieldState), OVERDUE}
+    asked = re.findall(r'\bstate(?:=|!=)"([^"]*)"', " ".join(EXPRESSIONS.values()))
+    assert set(asked) <= states
+    assert {"overdue", "failed", "running"} <= set(asked)
 
 
 def test_every_alert_is_one_per_job():
@@ -139,7 +152,8 @@ def test_each_alert_has_its_runbook_and_each_runbook_its_alert():
 @pytest.mark.parametrize("page", [*PAGES, DOCS], ids=lambda page: page.stem)
 def test_pages_name_only_series_that_exist(page):
     known = set(ROWS) | set(RECORDS)
-    for name in re.findall(r"(?:rank:|job:|job_cause:|\b)gpumem_[a-z0-9_:]+", page.read_text()):
+    pattern = r"(?:rank:|job:|job_cause:|job_state:|\b)gpumem_[a-z0-9_:]+"
+    for name in re.findall(pattern, page.read_text()):
         assert name in known or name.startswith("gpumem_otel"), name
 
 

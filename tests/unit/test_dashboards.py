@@ -29,8 +29,10 @@ from support.dashboards import (
 
 from gpumem_otel.core.model import HeapProfile, Identity, ProfileKind
 from gpumem_otel.core.pprof import encode
+from gpumem_otel.core.yields import YieldState
 from gpumem_otel.export.pyroscope import PROFILE_NAME, series_labels
 from gpumem_otel.export.table import METRICS, Level
+from gpumem_otel.export.values import OVERDUE
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "rules"
@@ -244,7 +246,19 @@ def test_the_fleet_reads_recorded_series_of_jobs_alone():
     }
     assert names
     assert names <= set(recordings())
-    assert all(name.startswith(("job:", "job_cause:")) for name in names)
+    assert all(name.startswith(("job:", "job_cause:", "job_state:")) for name in names)
+
+
+def test_the_band_of_a_rank_tells_every_state_by_the_number_that_the_query_gives():
+    (job,) = [one for one in BOARDS if one["uid"] == "gpumem-job"]
+    (panel,) = [panel for panel in panels(job) if panel["type"] == "state-timeline"]
+    (mapping,) = panel["fieldConfig"]["defaults"]["mappings"]
+    named = {number: one["text"] for number, one in mapping["options"].items()}
+    (target,) = panel["targets"]
+    asked = re.findall(r'(\d+) \* gpumem_yield_state\{[^}]*state="(\w+)"\}', target["expr"])
+    assert dict(asked) == named
+    assert set(named.values()) == {*(state.value for state in YieldState), OVERDUE}
+    assert len({one["color"] for one in mapping["options"].values()}) == len(named)
 
 
 def profile_types(name: str, kinds) -> set[str]:
