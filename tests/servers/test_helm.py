@@ -123,7 +123,7 @@ def test_a_package_has_all_that_the_checkout_has(tmp_path):
     helm(None, "package", str(CHART), "-d", str(tmp_path))
     (package,) = tmp_path.iterdir()
 
-    values = (*EVERYTHING, "--set", "token.existingSecret=readers")
+    values = (*EVERYTHING, "--set", "token.existingSecret=readers,control.existingSecret=bosses")
     assert template(*values, chart=package) == template(*values)
 
 
@@ -141,6 +141,13 @@ def test_a_package_has_all_that_the_checkout_has(tmp_path):
         ("alloy.enabled=true", "url"),
         ("alloy.pyroscope.url=https://user:password@host", "url"),
         ("alloy.pyroscope.password=secret", "password"),
+        ("control.token=secret", "token"),
+        ("control.roles={write}", "roles"),
+        ("control.key=token-read", "key"),
+        ("control.port=65530", "port"),
+        ("control.allowFrom[0].podSelectors.matchLabels.a=b", "podSelectors"),
+        ("control.tls.clientRoles={write}", "clientRoles"),
+        ("inject.env[0].name=GPUMEM_OTEL_CONTROL_INSECURE,inject.env[0].value=1", "not"),
     ],
 )
 def test_values_that_can_not_be_meant_are_refused(given, reason):
@@ -206,10 +213,10 @@ def test_install_upgrade_rollback_and_uninstall_that_leaves_nothing(cluster):
     notes = release("install", str(CHART), *given)
     installed = there(cluster)
     token = tokens()
-    parts = "podMonitor, prometheusRule, dashboards, inject, token, networkPolicy, alloy"
+    parts = "podMonitor, prometheusRule, dashboards, inject, token, control, networkPolicy, alloy"
     assert f"On: {parts}." in notes
     # the release's own Secret, what everything makes, and the server's note of a Service's address
-    assert len(installed - before) == 16
+    assert len(installed - before) == 17
     assert image() == "registry.example.com/gpumem-otel-inject:nightly"
     assert len(token) == 1
 
@@ -219,9 +226,10 @@ def test_install_upgrade_rollback_and_uninstall_that_leaves_nothing(cluster):
     assert image() == "registry.example.com/gpumem-otel-inject:v2"
     assert tokens() == token
 
-    release("upgrade", str(CHART), *given, "--set", "networkPolicy.enabled=false")
+    off = "networkPolicy.enabled=false,control.enabled=false"
+    release("upgrade", str(CHART), *given, "--set", off)
     assert len(there(cluster) - installed) == 2  # releases 2 and 3
-    assert len(installed - there(cluster)) == 1
+    assert len(installed - there(cluster)) == 2
 
     release("rollback", "1")
     monitor = found("monitoring.coreos.com/v1", "PodMonitor", "gpumem-memory")

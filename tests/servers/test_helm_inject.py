@@ -17,10 +17,12 @@ from pathlib import Path
 import pytest
 import yaml
 from support.cli_process import clean_environ
+from support.controlling import controlling
 from support.kubernetes import ControlPlane, helm
 from support.pods import LABEL, both, container, differences, env, gpus, pod, ports, variables
 from support.said import said
 from support.servers import until
+from support.yield_double import YieldDouble
 
 pytestmark = pytest.mark.servers
 
@@ -409,6 +411,29 @@ print(gpumem_otel.__file__.startswith(sys.path[-1]), 'gpumem_otel.lifecycle' in 
         "llm-train training node-7",
         "True True",
     ]
+
+
+def test_who_executes_in_the_pod_reaches_the_socket_without_anything_else(laid_out, tmp_path):
+    """As `kubectl exec POD -- python -m gpumem_otel ctl state` does, with the pod's environment."""
+    with controlling(YieldDouble(), run_dir=tmp_path):
+        done = subprocess.run(
+            [
+                *(laid_out / "bare" / "bin" / "python", "-m", "gpumem_otel"),
+                *("ctl", "state", "--json"),
+            ],
+            env={
+                **clean_environ(),
+                "PYTHONPATH": str(laid_out / "gpumem-otel" / "hook"),
+                "GPUMEM_OTEL_CONTROL": "1",
+                "GPUMEM_OTEL_RUN_DIR": str(tmp_path),
+            },
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert '"running"' in done.stdout
 
 
 def test_with_a_token_the_pod_gets_the_file_and_can_start_without_it(cluster):

@@ -12,6 +12,7 @@ from support import alert_rules
 
 from gpumem_otel._version import __version__
 from gpumem_otel.options import OPTIONS
+from gpumem_otel.serve.roles import Role, parse_tokens
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "gpumem-otel"
@@ -26,6 +27,7 @@ FEATURES = (
     "dashboards",
     "inject",
     "token",
+    "control",
     "networkPolicy",
     "alloy",
 )
@@ -175,6 +177,42 @@ def test_the_tokens_secret_is_made_or_named_never_given():
     text = (CHART / "templates" / "token-secret.yaml").read_text()
     assert "randAlphaNum" in text
     assert "lookup" in text
+
+
+def test_no_value_holds_a_token_of_control():
+    given = {"enabled", "namespaces", "port", "roles", "existingSecret", "key", "allowFrom", "tls"}
+    assert set(VALUES["control"]) == given | {"insecure"}
+    tls = {"existingSecret", "certKey", "keyKey", "clientCaKey", "clientRoles"}
+    assert set(VALUES["control"]["tls"]) == tls
+    text = (CHART / "templates" / "control-secret.yaml").read_text()
+    assert "randAlphaNum" in text
+    assert "lookup" in text
+
+
+def test_the_roles_of_tokens_are_the_packages():
+    """Reading is in each of the others, so these are all that differ."""
+    roles = SCHEMA["properties"]["control"]["properties"]["roles"]["items"]["enum"]
+    told = {
+        frozenset(principal.roles)
+        for one in roles
+        for _, principal in parse_tokens(f"{one} {one:x<16}".encode())
+    }
+    assert told == {
+        frozenset({Role.READ}),
+        frozenset({Role.YIELD}),
+        frozenset({Role.RESTORE}),
+        frozenset({Role.YIELD, Role.RESTORE}),
+    }
+    assert set(VALUES["control"]["roles"]) <= set(roles)
+
+
+def test_what_decides_about_an_open_port_is_no_free_setting():
+    """A variable of inject.env would pass by what the chart asks for and closes."""
+    name = SCHEMA["properties"]["inject"]["properties"]["env"]["items"]["properties"]["name"]
+    ours = {one for one in VARIABLES if one.startswith("GPUMEM_OTEL_CONTROL")}
+    free = {one for one in ours if not re.search(name["not"]["pattern"], one)}
+    assert free == {"GPUMEM_OTEL_CONTROL_ALLOWED_HOSTS", "GPUMEM_OTEL_CONTROL_DISK_DIRS"}
+    assert len(ours) > len(free)
 
 
 def test_the_charts_version_is_in_no_selector():

@@ -41,6 +41,53 @@ selector: what selects objects of this chart does so by a label of its own.
 {{- default (printf "%s-token" (include "gpumem-otel.fullname" .)) .Values.token.existingSecret -}}
 {{- end -}}
 
+{{/* Pods that are taken in, as a LabelSelector. */}}
+{{- define "gpumem-otel.injectSelector" -}}
+{{- $selector := deepCopy (default (dict "matchLabels" (dict "gpumem-otel/inject" "true")) .Values.inject.podSelector) -}}
+{{- $off := dict "key" "gpumem-otel/inject" "operator" "NotIn" "values" (list "false") -}}
+{{- $_ := set $selector "matchExpressions" (append (default list $selector.matchExpressions) $off) -}}
+{{- toJson $selector -}}
+{{- end -}}
+
+{{/*
+What control comes to, as JSON: namespaces (none where it is off), port (0 without TCP), secret (""
+where no tokens are used), generated. The job checks all of it again before it listens.
+*/}}
+{{- define "gpumem-otel.control" -}}
+{{- $c := .Values.control -}}
+{{- $made := dict "namespaces" list "port" 0 "secret" "" "generated" false -}}
+{{- if $c.enabled -}}
+{{- $_ := set $made "namespaces" (default (list .Release.Namespace) $c.namespaces) -}}
+{{- end -}}
+{{- if and $c.enabled $c.port -}}
+{{- $port := int $c.port -}}
+{{- if and (not $c.tls.existingSecret) (not $c.insecure) -}}
+{{- fail "control.port needs control.tls.existingSecret, or whoever sees the traffic has the token; control.insecure=true where something else encrypts it" -}}
+{{- end -}}
+{{- if and $c.tls.existingSecret $c.insecure -}}
+{{- fail "control.tls.existingSecret and control.insecure=true exclude each other: take one out" -}}
+{{- end -}}
+{{- if and $c.tls.clientCaKey (not $c.tls.existingSecret) -}}
+{{- fail "control.tls.clientCaKey needs control.tls.existingSecret" -}}
+{{- end -}}
+{{- if and $c.tls.clientRoles (not $c.tls.clientCaKey) -}}
+{{- fail "control.tls.clientRoles needs control.tls.clientCaKey" -}}
+{{- end -}}
+{{- if not (or $c.existingSecret $c.roles $c.tls.clientRoles) -}}
+{{- fail "control.port needs credentials: control.roles, control.existingSecret, or control.tls.clientRoles" -}}
+{{- end -}}
+{{- if and (lt $port (add .Values.port 8 | int)) (lt (int .Values.port) (add $port 8 | int)) -}}
+{{- fail (printf "control.port %d and port %d overlap: each takes eight ports" $port (int .Values.port)) -}}
+{{- end -}}
+{{- $_ := set $made "port" $port -}}
+{{- if or $c.existingSecret $c.roles -}}
+{{- $_ := set $made "secret" (default (printf "%s-control" (include "gpumem-otel.fullname" .)) $c.existingSecret) -}}
+{{- $_ := set $made "generated" (not $c.existingSecret) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $made -}}
+{{- end -}}
+
 {{- define "gpumem-otel.injectImage" -}}
 {{- with .Values.inject.image -}}
 {{- $repository := required "inject.image.repository is needed: the image built from helm/inject/Dockerfile" .repository -}}
@@ -78,4 +125,54 @@ selector: what selects objects of this chart does so by a label of its own.
 {{- $env = append $env (list .name .value) -}}
 {{- end -}}
 {{- toJson $env -}}
+{{- end -}}
+
+{{/* The same for pods that take commands. */}}
+{{- define "gpumem-otel.controlEnv" -}}
+{{- $env := list (list "GPUMEM_OTEL_CONTROL" "1") -}}
+{{- $made := include "gpumem-otel.control" . | fromJson -}}
+{{- with .Values.control -}}
+{{- if $made.port -}}
+{{- $env = append $env (list "GPUMEM_OTEL_CONTROL_HOST" "$(POD_IP)") -}}
+{{- $env = append $env (list "GPUMEM_OTEL_CONTROL_PORT" (int $made.port | toString)) -}}
+{{- if $made.secret -}}
+{{- $env = append $env (list "GPUMEM_OTEL_CONTROL_TOKEN_FILE" "/gpumem-otel-control/tokens") -}}
+{{- end -}}
+{{- if .insecure -}}
+{{- $env = append $env (list "GPUMEM_OTEL_CONTROL_INSECURE" "1") -}}
+{{- else -}}
+{{- $env = append $env (list "GPUMEM_OTEL_CONTROL_TLS_CERT_FILE" "/gpumem-otel-control-tls/tls.crt") -}}
+{{- $env = append $env (list "GPUMEM_OTEL_CONTROL_TLS_KEY_FILE" "/gpumem-otel-control-tls/tls.key") -}}
+{{- if .tls.clientCaKey -}}
+{{- $env = append $env (list "GPUMEM_OTEL_CONTROL_TLS_CLIENT_CA_FILE" "/gpumem-otel-control-tls/ca.crt") -}}
+{{- end -}}
+{{- if .tls.clientRoles -}}
+{{- $env = append $env (list "GPUMEM_OTEL_CONTROL_CLIENT_ROLES" (join "," .tls.clientRoles)) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $env -}}
+{{- end -}}
+
+{{/*
+Their volumes, as a list of: name, Secret, and a list of key and file. Only the keys that are used:
+a Secret may hold more than the job's business.
+*/}}
+{{- define "gpumem-otel.controlVolumes" -}}
+{{- $volumes := list -}}
+{{- $made := include "gpumem-otel.control" . | fromJson -}}
+{{- with .Values.control -}}
+{{- if $made.secret -}}
+{{- $volumes = append $volumes (list "gpumem-otel-control" $made.secret (list (list .key "tokens"))) -}}
+{{- end -}}
+{{- if and $made.port .tls.existingSecret -}}
+{{- $files := list (list .tls.certKey "tls.crt") (list .tls.keyKey "tls.key") -}}
+{{- with .tls.clientCaKey -}}
+{{- $files = append $files (list . "ca.crt") -}}
+{{- end -}}
+{{- $volumes = append $volumes (list "gpumem-otel-control-tls" .tls.existingSecret $files) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $volumes -}}
 {{- end -}}
