@@ -1,0 +1,395 @@
+"""The driver's checkpoint on a GPU: to 0 MiB and back, and everything that goes wrong meanwhile.
+
+Every scenario is a process of its own. What the device holds is asked of nvidia-smi.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+ROOT = Path(__file__).parents[2]
+NOISE_MIB = 8
+
+JOB = """
+import json, os, signal, subprocess, sys, threading, time
+import torch
+from gpumem_otel.yielding.checkpoint import DriverCheckpoint
+
+def smi():
+    # MiB that are used on device 0, and the processes there
+    ask = ["nvidia-smi", "--id=0", "--format=csv,noheader,nounits"]
+    used = subprocess.run([*ask, "--query-gpu=memory.used"], capture_output=True, text=True)
+    apps = subprocess.run([*ask, "--query-compute-apps=pid"], capture_output=True, text=True)
+    return int(used.stdout.split()[0]), sorted(apps.stdout.split())
+
+def tell(**facts):
+    os.write(1, (json.dumps(facts) + "\\n").encode())
+
+class Beats:
+    # the longest time for which no Python ran in this process
+    def __init__(self):
+        self.times, self.over = [time.monotonic()], False
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+    def run(self):
+        while not self.over:
+            time.sleep(0.02)
+            self.times.append(time.monotonic())
+    def longest(self, since):
+        times = [t for t in self.times if t >= since] + [time.monotonic()]
+        return max((b - a for a, b in zip(times, times[1:])), default=0.0)
+
+class Allocating:
+    # a thread that is nearly always within cudaMalloc or cudaFree
+    def __init__(self):
+        self.over, self.count = False, 0
+        self.thread = threading.Thread(target=self.run, daemon=True)
+        self.thread.start()
+    def run(self):
+        while not self.over:
+            block = torch.empty(200 << 20, device="cuda", dtype=torch.uint8)
+            del block
+            torch.cuda.empty_cache()
+            self.count += 1
+"""
+
+
+@pytest.fixture
+def start(devices, tmp_path):
+    """Start a job; ended at the latest with the test."""
+    started = []
+
+    def call(script, **environ):
+        path = tmp_path / f"job{len(started)}.py"
+        path.write_text(JOB + textwrap.dedent(script))
+        known = os.environ.get("PYTHONPATH", "")
+        job = subprocess.Popen(
+            [sys.executable, str(path)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={
+                **os.environ,
+                "PYTHONPATH": f"{ROOT}:{known}" if known else str(ROOT),
+                "GPUMEM_OTEL_RUN_DIR": str(tmp_path / "run"),
+                **environ,
+            },
+        )
+        started.append(job)
+        return job
+
+    yield call
+    for job in started:
+        with contextlib.suppress(OSError):
+            job.kill()
+        job.communicate()
+
+
+@pytest.fixture
+def run(start):
+    """Run a job to its end; what it told."""
+
+    def call(script, timeout=170, **environ):
+        job = start(script, **environ)
+        try:
+            out, errors = job.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            job.kill()
+            out, errors = job.communicate()
+            pytest.fail(f"it hangs\n{out[-1000:]}\n{errors[-3000:]}")
+        assert job.returncode == 0, errors[-4000:]
+        return json.loads(out.splitlines()[-1])
+
+    return call
+
+
+def used():
+    """(MiB used, pids) of device 0."""
+    ask = ["nvidia-smi", "--id=0", "--format=csv,noheader,nounits"]
+    mib = subprocess.run([*ask, "--query-gpu=memory.used"], capture_output=True, text=True)
+    apps = subprocess.run([*ask, "--query-compute-apps=pid"], capture_output=True, text=True)
+    return int(mib.stdout.split()[0]), sorted(apps.stdout.split())
+
+
+def until(what, seconds=20.0):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if what():
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_everything_goes_and_comes_back_bit_for_bit(run):
+    told = run("""
+        base = smi()
+        x = torch.randn(64 << 20, device="cuda")
+        other = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
+        weight = torch.randn(1024, 1024, device="cuda")
+        static = torch.randn(1024, 1024, device="cuda")
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                result = static @ weight + 1
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = static @ weight + 1
+        graph.replay()
+        torch.cuda.synchronize()
+        expected = [t.cpu() for t in (x, other, weight, result)]
+        addresses = [t.data_ptr() for t in (x, other, weight, result)]
+        before = smi()
+        driver = DriverCheckpoint()
+        refusal = driver.refusal()
+        driver.prepare()
+        went = driver.lock_and_checkpoint(20.0, None)
+        gone = smi()
+        again = driver.lock_and_checkpoint(20.0, None)
+        state = driver.state
+        back = driver.restore(30.0)
+        torch.cuda.synchronize()
+        equal = [torch.equal(t.cpu(), e) for t, e in zip((x, other, weight, result), expected)]
+        static.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = bool((result == 1).all())
+        static.add_(weight)
+        graph.replay()
+        close = torch.allclose(result, weight @ weight + 1, rtol=1e-2, atol=1e-2)
+        torch.cuda.synchronize()
+        again_back = driver.restore(1.0)
+        tell(base=base, before=before, gone=gone, after=smi(), refusal=refusal, equal=equal,
+             replayed=replayed, close=bool(close), state=state, ended=driver.state,
+             same=addresses == [t.data_ptr() for t in (x, other, weight, result)],
+             seconds=[went.seconds, back.seconds], again=[again.seconds, again_back.seconds],
+             size_mib=went.size_bytes >> 20)
+    """)
+    assert told["refusal"] == ""
+    assert told["before"][0] > told["base"][0] + 1200
+    assert told["gone"][0] <= told["base"][0] + NOISE_MIB
+    assert told["gone"][1] == told["base"][1], "the driver still knows the process"
+    assert (told["state"], told["ended"]) == ("checkpointed", "running")
+    assert told["equal"] == [True] * 4
+    assert told["replayed"]
+    assert told["close"]
+    assert told["same"]
+    assert told["again"] == [0.0, 0.0]
+    assert abs(told["after"][0] - told["before"][0]) < 64
+    if importlib.util.find_spec("pynvml"):
+        given = told["before"][0] - told["base"][0]
+        assert abs(told["size_mib"] - given) < 64
+
+
+def test_python_goes_on_and_scrapes_are_answered_while_the_driver_holds_us(run):
+    """Without the gate one scrape stops all Python until the lock is gone."""
+    told = run(
+        """
+        import urllib.request
+        import gpumem_otel
+        from gpumem_otel import lifecycle
+        gpumem_otel.install(serve=True)
+        torch.zeros(1, device="cuda")
+        agent = lifecycle.current()
+        assert agent.wait_listening(20)
+        url = f"http://127.0.0.1:{agent.address[1]}"
+        scrapes = []
+        def get(path):
+            return urllib.request.urlopen(url + path, timeout=20).read()
+        get("/metrics"), get("/debug/pprof/gpumem")
+        over = False
+        def scrape():
+            while not over:
+                began = time.monotonic()
+                body = get("/metrics") + get("/healthz")
+                scrapes.append((began, time.monotonic() - began, b"gpumem_allocated" in body))
+                time.sleep(max(0.1 - (time.monotonic() - began), 0))
+        threading.Thread(target=scrape, daemon=True).start()
+        beats, job = Beats(), Allocating()
+        driver = DriverCheckpoint()
+        held, counts, asked = [], [], []
+        for _ in range(3):
+            time.sleep(1.0)
+            closed = agent.gate.close(10.0)
+            driver.prepare()
+            began = time.monotonic()
+            driver.lock_and_checkpoint(20.0, 60.0)
+            count = job.count
+            profile = get("/debug/pprof/gpumem")
+            time.sleep(2.0)
+            stood = job.count - count
+            driver.restore(30.0)
+            agent.gate.open()
+            ended = time.monotonic()
+            held.append(beats.longest(began))
+            within = [s for s in scrapes if began <= s[0] < ended]
+            asked.append([len(within), max(s[1] for s in within), all(s[2] for s in within)])
+            counts.append([closed, stood, len(profile) > 100])
+        time.sleep(0.5)
+        went_on = job.count
+        time.sleep(0.5)
+        went_on = job.count - went_on
+        over = job.over = True
+        job.thread.join(20)
+        tell(held=held, counts=counts, asked=asked, went_on=went_on,
+             errors=agent.counters.get("exporter_errors", stage="read"))
+        """,
+        GPUMEM_OTEL_PORT="0",
+    )
+    assert max(told["held"]) < 0.5, told
+    for closed, stood, profile in told["counts"]:
+        assert closed
+        assert stood <= 1  # it was between two calls of CUDA
+        assert profile
+    for number, slowest, full in told["asked"]:
+        assert number >= 15
+        assert slowest < 0.5
+        assert full
+    assert told["went_on"] > 0
+    assert told["errors"] == 0
+
+
+def test_a_lease_ends_while_a_thread_of_the_job_stops_all_python(run):
+    """The job asks for counters itself: no Python runs, and the keeper needs none."""
+    told = run("""
+        torch.zeros(1, device="cuda")
+        beats, job = Beats(), Allocating()
+        driver = DriverCheckpoint()
+        back = threading.Event()
+        driver.on_restored = lambda phase: back.set()
+        time.sleep(1.0)
+        driver.prepare()
+        began = time.monotonic()
+        driver.lock_and_checkpoint(20.0, 3.0)
+        while not back.is_set() and time.monotonic() < began + 60:
+            torch.cuda.memory_stats()
+        took = time.monotonic() - began
+        stood = beats.longest(began)
+        back.wait(5)
+        job.over = True
+        job.thread.join(20)
+        tell(took=took, stood=stood, back=back.is_set(), state=driver.state,
+             ended=not job.thread.is_alive())
+    """)
+    assert told["back"]
+    assert told["state"] == "running"
+    assert told["ended"]
+    assert told["took"] < 30
+
+
+@pytest.mark.parametrize("lease", [3.0, None])
+def test_a_keeper_that_is_killed_is_replaced(run, lease):
+    told = run(f"""
+        lease = {lease!r}
+        x = torch.arange(16 << 20, device="cuda")
+        total = int(x.sum())
+        driver = DriverCheckpoint()
+        back = threading.Event()
+        driver.on_restored = lambda phase: back.set()
+        driver.lock_and_checkpoint(20.0, lease)
+        first = driver.keeper_pid
+        os.kill(first, signal.SIGKILL)
+        if lease is None:
+            driver.restore(30.0)
+        else:
+            assert back.wait(30)
+        tell(state=driver.state, equal=int(x.sum()) == total)
+    """)
+    assert told == {"state": "running", "equal": True}
+
+
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "exit"])
+def test_a_parent_that_ends_leaves_no_keeper_and_no_memory(start, how):
+    base = used()
+    job = start(f"""
+        x = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
+        driver = DriverCheckpoint()
+        driver.lock_and_checkpoint(20.0, None)
+        tell(keeper=driver.keeper_pid)
+        if {how!r} == "exit":
+            os._exit(0)
+        time.sleep(300)
+    """)
+    keeper = json.loads(job.stdout.readline())["keeper"]
+    assert is_alive(keeper) or how == "exit"
+    if how != "exit":
+        job.send_signal(getattr(signal, how))
+    job.wait(30)
+    assert until(lambda: not is_alive(keeper)), "the keeper is still there"
+    assert until(lambda: used()[0] <= base[0] + NOISE_MIB)
+    assert used()[1] == base[1]
+
+
+def test_sigterm_to_the_keeper_brings_the_job_back(run):
+    told = run("""
+        x = torch.arange(1 << 20, device="cuda")
+        driver = DriverCheckpoint()
+        back = threading.Event()
+        driver.on_restored = lambda phase: back.set()
+        driver.lock_and_checkpoint(20.0, None)
+        os.kill(driver.keeper_pid, signal.SIGTERM)
+        tell(back=back.wait(30), state=driver.state, last=int(x[-1]))
+    """)
+    assert told == {"back": True, "state": "running", "last": (1 << 20) - 1}
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("pynvml"), reason="NVML's package is not there")
+def test_a_device_that_is_taken_is_waited_for(run):
+    told = run("""
+        guest = "; ".join([
+            "import sys, torch",
+            "free, _ = torch.cuda.mem_get_info()",
+            "x = torch.empty(free - (1 << 30), dtype=torch.uint8, device='cuda')",
+            "print('here', flush=True)",
+            "sys.stdin.read()",
+        ])
+        x = torch.arange(512 << 20, device="cuda", dtype=torch.int64)
+        last = int(x[-1])
+        driver = DriverCheckpoint()
+        waits, back = [], threading.Event()
+        driver.on_waiting, driver.on_restored = waits.append, lambda phase: back.set()
+        driver.lock_and_checkpoint(20.0, None)
+        other = subprocess.Popen([sys.executable, "-c", guest], stdin=subprocess.PIPE,
+                                 stdout=subprocess.PIPE, text=True)
+        other.stdout.readline()
+        try:
+            driver.restore(1.0)
+            said = ""
+        except Exception as error:
+            said = f"{type(error).__name__}: {error}"
+        state = driver.state
+        driver.renew(0.1)
+        end = time.monotonic() + 20
+        while not waits and time.monotonic() < end:
+            time.sleep(0.1)
+        other.stdin.close()
+        other.wait()
+        tell(said=said, state=state, waits=waits, back=back.wait(30), ended=driver.state,
+             equal=int(x[-1]) == last)
+    """)
+    assert told["said"].startswith("YieldRefusedError: restore: ")
+    assert "MiB more must become free" in told["said"]
+    assert told["state"] == "checkpointed"
+    assert "MiB more must become free" in told["waits"][0]
+    assert told["back"]
+    assert (told["ended"], told["equal"]) == ("running", True)
