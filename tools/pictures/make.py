@@ -23,7 +23,7 @@ IMAGES = ROOT / "docs" / "img"
 JOBS = ROOT / "tests" / "data" / "jobs"
 SECONDS = 180
 DRAWN = (
-    ("dashboard-job", "gpumem-job", {"job": "llm-train"}, 4),
+    ("dashboard-job", "gpumem-job", {"job": "batch-finder"}, 4),
     ("dashboard-fleet", "gpumem-fleet", {}, 4),
     ("dashboard-exporter", "gpumem-exporter", {}, 3),
 )
@@ -77,7 +77,8 @@ def main() -> None:
         taken(folder / "demo.html", IMAGES / "demo.png", 1010, height_of(text))
         targets = folder / "jobs.json"
         command, url = prometheus(folder, targets)
-        jobs = {name: JOBS / f"{name}.gpumem" for name in ("leak", "oom", "server")}
+        jobs = {name: JOBS / f"{name}.gpumem" for name in ("leak", "server")}
+        jobs["batch-finder"] = JOBS / "oom.gpumem"
         jobs["llm-train"] = JOBS / "healthy.gpumem"
         for job, recording in jobs.items():
             given = ["--recording", str(recording)]
