@@ -89,6 +89,7 @@ def region(name: str) -> Region:
     Allocations within it carry the label `region` in `allocated` profiles, where this torch can
     write it (2.10 and newer): of this thread from torch 2.14 on, of all threads before. Those of
     backward are not within it. As a decorator it is a frame in live and peak profiles as well.
+    Within `torch.compile` it changes nothing; torch 2.3 breaks the graph there.
 
     Args:
         name: few different ones, and no running number: it becomes a label of a series.

@@ -59,7 +59,8 @@ def test_a_trained_model_by_name_in_exact_bytes():
     model(batch).sum().backward()
     optimizer.step()
     report = gpumem_otel.report(model, optimizer)
-    names = [row.name for row in report.tensors]
+    # torch 2.3 keeps a tensor of its own on meta
+    names = [row.name for row in report.tensors if row.device == "cpu"]
     assert names[:4] == ["weight", "weight.grad", "bias", "bias.grad"]
     rows = {row.name: row for row in report.tensors}
     assert [rows[name].used_bytes for name in names[:4]] == [128, 128, 16, 16]
@@ -164,7 +165,8 @@ def test_the_total_is_that_of_the_distinct_storages():
                 for storage in storages_of(tensor) if tensor is not None else ():
                     if storage.device.type == "cpu":
                         storages[storage.data_ptr()] = storage.nbytes()
-    assert report.devices[0].used_bytes == sum(storages.values())
+    (here,) = [one for one in report.devices if one.device == "cpu"]
+    assert here.used_bytes == sum(storages.values())
     assert len(kept) == 3
 
 
@@ -219,6 +221,7 @@ def test_meta_and_fake_tensors_hold_nothing():
     assert fake.shape == meta.shape
 
 
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 def test_lazy_parameters_and_hostile_subclasses_do_no_harm():
     class Angry(torch.Tensor):
         @classmethod
