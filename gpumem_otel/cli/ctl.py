@@ -231,8 +231,12 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
     from gpumem_otel.cli import ctl_jobs
     from gpumem_otel.cli.ctl_view import bars, report_lines
 
-    # What was not said is left to the job, which has defaults of its own.
-    body = {name: value for name in names if (value := given.pop(name)) not in (None, (), False)}
+    # What was not said is left to the job, which has defaults of its own. 0 was said.
+    body = {
+        name: value
+        for name in names
+        if (value := given.pop(name)) is not None and value is not False and value != ()
+    }
     as_json, every, wait = given.pop("as_json"), given.pop("every"), given.pop("wait")
     reach = _Reach(**given)
     clients = _clients(reach)
@@ -294,8 +298,14 @@ def _refuse_several_jobs(clients: Sequence[Client]) -> None:
     """Nobody means to stop another job than the one they think of."""
     from gpumem_otel.cli.ctl_jobs import at_once, state_of
 
-    processes = [found.process for found in at_once(clients, state_of) if not found.error]
-    jobs = {(p.get("namespace"), p.get("service_name"), p.get("run_id")) for p in processes}
+    found = at_once(clients, state_of)
+    for one in found:
+        if one.error:  # it may answer a moment later, and be of another job
+            raise CommandFailed(f"{one.error}; --target names whom to ask, --all asks all the same")
+    jobs = {
+        (one.process.get("namespace"), one.process.get("service_name"), one.process.get("run_id"))
+        for one in found
+    }
     if len(jobs) > 1:
         raise click.UsageError(
             f"{len(jobs)} jobs take commands here: name processes with --target ('gpumem-otel ctl "

@@ -36,6 +36,8 @@ _MAX_ANSWER_BYTES: Final = 4 << 20
 
 _PORTS: Final = range(1, 65536)
 
+_UNIX: Final = "unix:"
+
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -72,7 +74,6 @@ class Reply:
 
     status: int
     value: Any
-    retry_after_seconds: float = 0.0
 
     @property
     def error(self) -> str:
@@ -91,21 +92,21 @@ def parse_target(url: str) -> Target:
     Raises:
         ConfigError: it is something else.
     """
+    if url.startswith(_UNIX):
+        path = url.removeprefix(_UNIX).removeprefix("//")  # as it is: it may hold ? and #
+        if not path.startswith("/"):
+            raise ConfigError(_bad(url))
+        return Target(url, path=path)
+    if "@" in url:  # looked at first: no other message may repeat it
+        raise ConfigError("a target holds no user or password: --token-file takes a token")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
     except ValueError:
         raise ConfigError(_bad(url)) from None
-    if parts.scheme == "unix":
-        path = parts.path or parts.netloc
-        if not path.startswith("/") or parts.netloc:
-            raise ConfigError(_bad(url))
-        return Target(url, path=path)
     plain = not (parts.path.strip("/") or parts.query or parts.fragment)
     if parts.scheme not in {"http", "https"} or not host or port not in _PORTS or not plain:
         raise ConfigError(_bad(url))
-    if "@" in parts.netloc:
-        raise ConfigError("a target holds no user or password: --token-file takes a token")
     return Target(url, host=host, port=port or 0, tls=parts.scheme == "https")
 
 
@@ -186,12 +187,11 @@ class Client:
             connection.request(method, path, body=data, headers=headers)
             answer = connection.getresponse()
             raw = answer.read(_MAX_ANSWER_BYTES + 1)
-            retry_after = answer.getheader("Retry-After", "")
         except (OSError, http.client.HTTPException) as error:
             raise Unreachable(f"{self.target.url}: {_reason(error)}") from error
         finally:
             connection.close()
-        return Reply(answer.status, _value(raw), float(retry_after if retry_after.isdigit() else 0))
+        return Reply(answer.status, _value(raw))
 
     def _connection(self, timeout: float) -> http.client.HTTPConnection:
         target = self.target

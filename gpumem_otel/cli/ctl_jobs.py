@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.cli.common import CommandFailed
-from gpumem_otel.cli.ctl_client import Reply, Unreachable
+from gpumem_otel.cli.ctl_client import CONNECT_SECONDS, Reply, Unreachable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +23,8 @@ __all__ = ["Outcome", "Progress", "at_once", "command", "state_of", "watch"]
 _POLL_SECONDS: Final = 1.0
 """A long poll of the state; progress is said with each change of it."""
 
+_WATCH_SECONDS: Final = 20.0
+
 _LOST_SECONDS: Final = 10.0
 """A process that does not answer for so long while it is followed is given up."""
 
@@ -31,6 +33,7 @@ _SUBMIT_SECONDS: Final = 120.0
 
 _OK: Final = 200
 _BEGUN: Final = 202
+_BUSY: Final = 503
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,8 +109,7 @@ def watch(client: Client, changed: Callable[[Outcome], None], stop: threading.Ev
     """
     version = -1
     while not stop.is_set():
-        path = f"/v1/state?version={version}&wait_seconds=20"
-        outcome = _state(client, client.ask("GET", path, timeout=40))
+        outcome = _next_state(client, version, _WATCH_SECONDS)
         if outcome.error:
             raise CommandFailed(outcome.error)
         if outcome.value["version"] != version:
@@ -168,9 +170,8 @@ def _followed(client: Client, operation: dict[str, Any]) -> Iterator[dict[str, A
     version, lost = -1, 0.0
     yield operation
     while operation["state"] == "running":
-        path = f"/v1/state?version={version}&wait_seconds={_POLL_SECONDS:g}"
         try:
-            state = _state(client, client.ask("GET", path))
+            state = _next_state(client, version, _POLL_SECONDS)
             if state.error:
                 raise CommandFailed(state.error)
             version = state.value["version"]
@@ -190,6 +191,16 @@ def _followed(client: Client, operation: dict[str, Any]) -> Iterator[dict[str, A
             time.sleep(_POLL_SECONDS / 4)
             continue
         yield operation
+
+
+def _next_state(client: Client, version: int, wait_seconds: float) -> Outcome:
+    """The state once its version is another, or after so long."""
+    path = f"/v1/state?version={version}&wait_seconds={wait_seconds:g}"
+    reply = client.ask("GET", path, timeout=wait_seconds + CONNECT_SECONDS)
+    if reply.status == _BUSY:  # as many wait as may: look now and then instead
+        time.sleep(_POLL_SECONDS)
+        reply = client.ask("GET", "/v1/state")
+    return _state(client, reply)
 
 
 def _state(client: Client, reply: Reply) -> Outcome:

@@ -19,7 +19,7 @@ _log = named_logger("gpumem_otel.audit")
 
 _REFUSED_AT_ONCE: Final = 20
 _REFUSED_PER_SECOND: Final = 1.0
-"""For each status, so that a flood of one kind hides none of another."""
+"""Of each kind, so that a flood of one kind hides none of another."""
 
 
 class Audit:
@@ -27,7 +27,7 @@ class Audit:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._buckets = Buckets(_REFUSED_AT_ONCE, _REFUSED_PER_SECOND, clock)
-        self._left_out: dict[int, int] = {}
+        self._left_out: dict[str, int] = {}
 
     def command(self, values: Mapping[str, object]) -> None:
         """A command that was taken, or refused by the state of the job.
@@ -38,12 +38,19 @@ class Audit:
 
     def refused(self, status: int, values: Mapping[str, object]) -> None:
         """A request that was turned away; how many were left out is on the next line."""
-        if self._buckets.take(str(status)):
-            self._left_out[status] = self._left_out.get(status, 0) + 1
+        self._bounded(str(status), {**values, "status": status})
+
+    def cut(self, origin: str, reason: str) -> None:
+        """A connection that never came to a whole request; likewise."""
+        self._bounded("cut", {"from": origin, "outcome": "refused", "reason": reason})
+
+    def _bounded(self, kind: str, values: Mapping[str, object]) -> None:
+        if self._buckets.take(kind):
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
             return
-        left_out = self._left_out.pop(status, 0)
+        left_out = self._left_out.pop(kind, 0)
         more = {"not_logged": left_out} if left_out else {}
-        _log.warning("control: %s", _line({**values, "status": status, **more}))
+        _log.warning("control: %s", _line({**values, **more}))
 
 
 def _line(values: Mapping[str, object]) -> str:

@@ -75,15 +75,12 @@ class UnixBinding:
     """A socket of mode 0600 in the run directory, whose name says whose it is.
 
     It appears under that name only once it listens, so that whoever finds it dead may remove it.
-
-    Attributes:
-        run_file: what to remove at the end; None before it is bound.
     """
 
     def __init__(self, run_dir: str, local_rank: int) -> None:
         self._run_dir = run_dir
         self._name = rundir.socket_name(local_rank)
-        self.run_file: RunFile | None = None
+        self._run_file: RunFile | None = None
 
     def __str__(self) -> str:
         return f"{self._run_dir}/{self._name}"
@@ -99,10 +96,16 @@ class UnixBinding:
             OSError: the directory is not safe to use, or can not be written.
         """
         try:
-            self.run_file = rundir.bind_socket(self._run_dir, self._name, listening, BACKLOG)
+            self._run_file = rundir.bind_socket(self._run_dir, self._name, listening, BACKLOG)
         except ServeError as exc:
             raise PermissionError(str(exc)) from exc
         return os.path.join(self._run_dir, self._name), 0  # noqa: PTH118  a string for people
+
+    def remove(self) -> None:
+        """Remove the file once nobody listens any more; does nothing a second time."""
+        run_file, self._run_file = self._run_file, None
+        if run_file is not None:
+            run_file.remove()
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:

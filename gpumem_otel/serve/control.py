@@ -251,6 +251,7 @@ class _Door(ListenerLife):
             workers=workers,
             on_bound=self._on_bound,
             on_taken=self._on_taken,
+            on_cut=audit.cut,
         )
 
     def _process(self) -> Process:
@@ -259,10 +260,19 @@ class _Door(ListenerLife):
         return process_of(self._identity())
 
     def _register(self, loop: ListenerLoop) -> None:
+        host, port = loop.address
+        if port == 0:
+            where = f"unix://{host}"
+        else:
+            scheme = "http" if self._tls is None else "https"
+            where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+        _log.info("control: commands are taken at %s", where)
+
+    def stop(self, timeout: float = 1.0) -> None:
+        """Close everything and remove the socket, also one that was bound just now."""
+        super().stop(timeout)
         if isinstance(self._binding, UnixBinding):
-            self._run_file = self._binding.run_file
-        scheme = "unix" if loop.address[1] == 0 else "http" if self._tls is None else "https"
-        _log.info("control: commands are taken at %s://%s", scheme, self._where())
+            self._binding.remove()
 
     def _where(self) -> str:
         return str(self._binding)

@@ -27,6 +27,7 @@ __all__ = [
     "internal_error",
     "json_answer",
     "problem_answer",
+    "stopping",
 ]
 
 JSON: Final = "application/json"
@@ -82,7 +83,12 @@ async def internal_error(_request: Request, _exc: Exception) -> Response:
     return problem_answer(500, "internal error")  # the guard counts it and logs the first
 
 
-async def http_error(_request: Request, exc: Exception) -> Response:
+async def stopping(_request: Request, exc: Exception) -> Response:
+    """The process ends."""
+    return problem_answer(503, str(exc))
+
+
+def http_error(exc: Exception) -> Response:
     """No such path, or no such method of it."""
     status = exc.status_code if isinstance(exc, HTTPException) else 500
     allowed = (getattr(exc, "headers", None) or {}).get("Allow", "")

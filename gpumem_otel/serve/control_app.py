@@ -36,8 +36,9 @@ from gpumem_otel.serve.control_answers import (
     internal_error,
     json_answer,
     problem_answer,
+    stopping,
 )
-from gpumem_otel.serve.control_guard import origin_of
+from gpumem_otel.serve.control_guard import noted, origin_of
 from gpumem_otel.serve.control_keys import KeyReusedError, Keys, is_key
 from gpumem_otel.serve.control_openapi import document
 from gpumem_otel.serve.control_query import state_query
@@ -45,6 +46,7 @@ from gpumem_otel.serve.control_rules import ForbiddenError, InvalidError, Malfor
 from gpumem_otel.serve.control_values import ControlState, as_json, read_restore, read_yield
 from gpumem_otel.serve.ratelimit import Buckets
 from gpumem_otel.serve.roles import Role
+from gpumem_otel.serve.workers import StoppedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -115,7 +117,11 @@ def build_control_app(
             Route("/v1/operations/{id}", api.operation, methods=["GET"]),
             Route("/v1/openapi.json", api.openapi, methods=["GET"]),
         ],
-        exception_handlers={HTTPException: http_error, Exception: internal_error},
+        exception_handlers={
+            HTTPException: api.no_route,
+            StoppedError: stopping,
+            Exception: internal_error,
+        },
     )
     app.router.redirect_slashes = False
     return app
@@ -173,7 +179,9 @@ class _Api:
             self._may(who, role)
             self._slow_down(who)
             key = _key_of(request)
-            wanted = read(await _body_of(request))
+            body = await _body_of(request)
+            # beside the loop: a folder that it names may lie on a file system that hangs
+            wanted = await self._workers.start(partial(read, body))
         except _TurnedAwayError as exc:
             return self._turned_away(noted, exc)
         except InvalidError as exc:
@@ -219,7 +227,8 @@ class _Api:
         self._audit.command(
             {**noted, "operation": operation.id, "outcome": outcome, "reason": operation.error}
         )
-        if isinstance(wanted, YieldRequest) and wanted.dry_run:
+        dry_run = isinstance(wanted, YieldRequest) and wanted.dry_run
+        if dry_run and self._watchers < MAX_WATCHERS:  # else as one that goes on
             operation = await self._ended(request, operation, wanted.wait_seconds)
         return begun(operation)
 
@@ -288,6 +297,12 @@ class _Api:
         if request.query_params:
             return problem_answer(400, "no query is read here")
         return json_answer(200, document())
+
+    async def no_route(self, request: Request, exc: Exception) -> Response:
+        """No such path, or no such method of it."""
+        response = http_error(exc)
+        self._audit.refused(response.status_code, noted(request.scope, "no such route"))
+        return response
 
     def _reader_refusal(self, request: Request) -> Response | None:
         who: Principal = request.state.principal

@@ -5,7 +5,6 @@ Who sends it is told here, once; what they may do is asked by each handler.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
@@ -13,6 +12,7 @@ from urllib.parse import parse_qsl
 
 from starlette.requests import ClientDisconnect
 
+from gpumem_otel.serve import peers
 from gpumem_otel.serve.guard import CHALLENGE, CLOSE, Guard, body_length
 
 if TYPE_CHECKING:
@@ -20,19 +20,16 @@ if TYPE_CHECKING:
 
     from gpumem_otel.core.counters import Counters
     from gpumem_otel.serve.audit import Audit
-    from gpumem_otel.serve.guard import App, Message, Receive, Refusal, Scope, Send
+    from gpumem_otel.serve.guard import App, Refusal, Scope
     from gpumem_otel.serve.hosts import HostNames
     from gpumem_otel.serve.peers import Peer
     from gpumem_otel.serve.roles import Principal
     from gpumem_otel.serve.workers import Workers
 
-__all__ = ["MAX_COMMAND_BYTES", "ROUTES", "TAKE_SECONDS", "ControlGuard", "origin_of", "problem"]
+__all__ = ["MAX_COMMAND_BYTES", "ROUTES", "ControlGuard", "noted", "origin_of", "problem"]
 
 MAX_COMMAND_BYTES: Final = 64 * 1024
 """Of a body; it would hold every field a hundred times over."""
-
-TAKE_SECONDS: Final = 10.0
-"""What a client has to take a part of an answer; a stream of events has many."""
 
 ROUTES: Final = frozenset({"/v1/state", "/v1/yield", "/v1/restore", "/v1/openapi.json"})
 """Paths that the audit log names: another may be anything, a token too."""
@@ -50,6 +47,7 @@ class ControlGuard(Guard):
     """
 
     stage = "control"
+    hosts_variable = "GPUMEM_OTEL_CONTROL_ALLOWED_HOSTS"
 
     def __init__(
         self,
@@ -65,14 +63,6 @@ class ControlGuard(Guard):
         self._authenticate = authenticate
         self._audit = audit
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; who does not take a part of the answer is given up."""
-
-        async def send_soon(message: Message) -> None:
-            await asyncio.wait_for(send(message), TAKE_SECONDS)
-
-        await super().__call__(scope, receive, send_soon)
-
     def _failed(self, exc: Exception) -> None:
         if not _is_the_clients(exc):
             super()._failed(exc)
@@ -81,18 +71,7 @@ class ControlGuard(Guard):
         refusal = await super()._refusal(scope)
         if refusal is not None:
             status, line, _ = refusal
-            path = scope["path"]
-            who = scope["state"].get("principal")
-            self._audit.refused(
-                status,
-                {
-                    "request": f"{scope['method'][:10]} {path if path in ROUTES else 'other path'}",
-                    "who": "" if who is None else who.name,
-                    "from": origin_of(scope),
-                    "outcome": "refused",
-                    "reason": line,
-                },
-            )
+            self._audit.refused(status, noted(scope, line))
         return refusal
 
     def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> Refusal | None:
@@ -142,21 +121,30 @@ def problem(status: int, line: str, operation: str = "") -> bytes:
     return json.dumps(value).encode() + b"\n"
 
 
+def noted(scope: Scope, line: str) -> dict[str, object]:
+    """What the audit log says of a request that is turned away."""
+    path = scope["path"]
+    who = scope["state"].get("principal")
+    return {
+        "request": f"{scope['method'][:10]} {path if path in ROUTES else 'other path'}",
+        "who": "" if who is None else who.name,
+        "from": origin_of(scope),
+        "outcome": "refused",
+        "reason": line,
+    }
+
+
 def origin_of(scope: Scope) -> str:
-    """Where a request comes from, as far as the kernel knows it."""
-    peer = scope["state"]["peer"]
-    if peer.uid is not None:
-        return f"pid {peer.pid}"
-    client = scope.get("client")
-    return f"{client[0]} port {client[1]}" if client else "unknown"
+    """Where a request comes from."""
+    return peers.origin_of(scope["state"]["peer"], scope.get("client"))
 
 
 def _is_the_clients(exc: BaseException) -> bool:
-    """Whether a failure is that of a client that left or does not read; starlette may group it."""
+    """Whether a failure is that of a client that left; starlette may group it."""
     inner: tuple[BaseException, ...] = getattr(exc, "exceptions", ())
     if inner:
         return all(map(_is_the_clients, inner))
-    return isinstance(exc, (asyncio.TimeoutError, ClientDisconnect))
+    return isinstance(exc, ClientDisconnect)
 
 
 def _holds_secret(query: bytes) -> bool:

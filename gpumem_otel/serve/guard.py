@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gpumem_otel.logs import named_logger
 from gpumem_otel.serve.hosts import host_name, machine_names
+from gpumem_otel.serve.workers import StoppedError
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping
@@ -68,6 +69,9 @@ class Guard:
     stage = "scrape"
     """Where failures are counted."""
 
+    hosts_variable = "GPUMEM_OTEL_ALLOWED_HOSTS"
+    """What adds names to those that are served."""
+
     def __init__(
         self,
         app: App,
@@ -107,6 +111,10 @@ class Guard:
                 await self._answer(send_on, scope, *refusal)
             else:
                 await self._app(scope, receive, send_on)
+        except StoppedError as exc:
+            # whoever asks again while the process ends: no failure, and no word of it on its stderr
+            if not started:
+                await self._answer(send_on, scope, 503, str(exc), ())
         except Exception as exc:
             self._failed(exc)
             if not started:
@@ -121,11 +129,8 @@ class Guard:
         host = headers.get(b"host")
         # Only HTTP/1.0 goes without a Host, and no browser speaks it.
         if host is not None and not await self._allows(host.decode("latin-1"), scope):
-            return (
-                421,
-                "this Host is not served here: GPUMEM_OTEL_ALLOWED_HOSTS lists further ones",
-                (),
-            )
+            line = f"this Host is not served here: {self.hosts_variable} lists further ones"
+            return 421, line, ()
         return self._authorize(scope, headers) or self._body_refusal(headers)
 
     def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> Refusal | None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import selectors
+import ssl
 import sys
 import threading
 import time
@@ -13,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.logs import named_logger
 from gpumem_otel.serve.binding import BACKLOG
+from gpumem_otel.serve.peers import Peer, origin_of
 from gpumem_otel.serve.protocol import protocol_factory
 
 if TYPE_CHECKING:
     import socket
-    import ssl
     from collections.abc import Callable
 
     from gpumem_otel.serve.binding import Binding
@@ -59,18 +60,20 @@ class ListenerLoop:
         workers: Workers,
         on_bound: Callable[[ListenerLoop], None],
         on_taken: Callable[[OSError], None],
+        on_cut: Callable[[str, str], None] = lambda _origin, _reason: None,
     ) -> None:
         self._binding = binding
         self._tls = tls
         self._workers = workers
         self._on_bound = on_bound
         self._on_taken = on_taken
+        self._on_cut = on_cut
         self._selector = selectors.DefaultSelector()
         # Never the loop policy: the job may have put uvloop there.
         self._loop = asyncio.SelectorEventLoop(self._selector)
         self._loop.set_debug(False)  # it would log into the job under -X dev
         self._loop.set_exception_handler(_quiet)
-        self._connect = protocol_factory(app, self._loop)
+        self._connect = protocol_factory(app, self._loop, on_cut)
         self._stopping = asyncio.Event()
         self._socket: socket.socket | None = None
         self._clients: set[socket.socket] = set()
@@ -167,7 +170,7 @@ class ListenerLoop:
     def _accept(self, listening: socket.socket) -> None:
         for _ in range(BACKLOG):
             try:
-                client, _ = listening.accept()
+                client, address = listening.accept()
             except OSError as exc:
                 if exc.errno in _NO_DESCRIPTORS:
                     # The job has used up its descriptors: stand back instead of spinning.
@@ -179,7 +182,7 @@ class ListenerLoop:
                 continue
             self._clients.add(client)
             client.setblocking(False)
-            task = self._loop.create_task(self._admit(client))
+            task = self._loop.create_task(self._admit(client, address))
             self._handshakes.add(task)
             task.add_done_callback(self._handshakes.discard)
 
@@ -187,7 +190,7 @@ class ListenerLoop:
         if not self._stopping.is_set():
             self._loop.add_reader(listening, self._accept, listening)
 
-    async def _admit(self, client: socket.socket) -> None:
+    async def _admit(self, client: socket.socket, address: Any) -> None:
         """Hand one connection to the protocol, after its TLS handshake."""
         limits: dict[str, Any] = {}
         if self._tls is not None:
@@ -213,6 +216,11 @@ class ListenerLoop:
             lost()
             # asyncio closes it in the next round of the loop, unless it never took it over.
             self._loop.call_soon(client.close)
+            # No word of one that only left: that is what probes of load balancers do.
+            if isinstance(exc, (ssl.SSLError, ConnectionAbortedError)):
+                reason = getattr(exc, "reason", None) or "the handshake did not end in time"
+                said = f"TLS: {reason.replace('_', ' ').lower()}"
+                self._on_cut(origin_of(Peer(), address), said)
             if not isinstance(exc, Exception):
                 raise
 

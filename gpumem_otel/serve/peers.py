@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Peer", "peer_of"]
+__all__ = ["Peer", "origin_of", "peer_of"]
 
 _UCRED: Final = "3i"
 """pid, uid, gid: `struct ucred`, unix(7)."""
@@ -45,6 +45,18 @@ def peer_of(transport: asyncio.BaseTransport) -> Peer:
     # Empty where no certificate was asked for, so that nobody vouches for it.
     certificate = transport.get_extra_info("peercert")
     return Peer(common_name=_common_name(certificate)) if certificate else Peer()
+
+
+def origin_of(peer: Peer, address: tuple[Any, ...] | None) -> str:
+    """Where a connection comes from, as far as the kernel knows it, for logs.
+
+    Args:
+        peer: who is there.
+        address: host and port of a TCP connection.
+    """
+    if peer.uid is not None:
+        return f"pid {peer.pid}"
+    return f"{address[0]} port {address[1]}" if address else "unknown"
 
 
 def _common_name(certificate: dict[str, Any]) -> str:

@@ -7,18 +7,21 @@ has begun, and for a reader that never reads. Imported when the listener starts.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import h11
 from uvicorn.config import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from gpumem_otel.serve.peers import peer_of
+from gpumem_otel.serve.peers import Peer, origin_of, peer_of
 
 if TYPE_CHECKING:
     import asyncio
     from collections.abc import Callable
+
+    OnCut: TypeAlias = Callable[[str, str], None]
+    """(where it came from, why)."""
 
 __all__ = [
     "DRAIN_SECONDS",
@@ -36,7 +39,7 @@ REQUEST_SECONDS: Final = 5.0
 """From the first byte (or the connection) to the last byte of a request."""
 
 DRAIN_SECONDS: Final = 10.0
-"""What a client has to take the end of an answer, or to agree to a close."""
+"""What a client has to take an answer, of a stream each part, or to agree to a close."""
 
 MAX_HEADER_BYTES: Final = 16 * 1024
 """Request line and headers together; more is answered 400."""
@@ -54,18 +57,22 @@ class LimitedProtocol(H11Protocol):
         state: ServerState,
         loop: asyncio.AbstractEventLoop,
         on_lost: Callable[[], None],
+        on_cut: OnCut,
     ) -> None:
         super().__init__(config=config, server_state=state, app_state={}, _loop=loop)
         self.logger = _SILENT
         self.access_log = False
         self._on_lost = on_lost
+        self._on_cut = on_cut
+        self._peer = Peer()
         self._timer: asyncio.TimerHandle | None = None
         self._waits_for = ""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is connected (and its TLS handshake done)."""
         super().connection_made(transport)
-        self.app_state = {"peer": peer_of(transport)}  # each request's scope has it as its state
+        self._peer = peer_of(transport)
+        self.app_state = {"peer": self._peer}  # each request's scope has it as its state
         self._arm("request", REQUEST_SECONDS)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,6 +89,22 @@ class LimitedProtocol(H11Protocol):
     def on_response_complete(self) -> None:
         """The answer is written, perhaps not yet taken."""
         super().on_response_complete()
+        self._watch()
+
+    def send_400_response(self, msg: str) -> None:
+        """What came is no HTTP."""
+        super().send_400_response(msg)
+        self._say("it is no HTTP, or its head is too long")
+
+    def pause_writing(self) -> None:
+        """The client takes an answer more slowly than it is written; one part of many, perhaps."""
+        super().pause_writing()
+        self._watch()
+
+    def resume_writing(self) -> None:
+        """It has taken nearly all of that: a stream that goes on has all the time again."""
+        super().resume_writing()
+        self._arm("", 0)
         self._watch()
 
     def timeout_keep_alive_handler(self) -> None:
@@ -120,17 +143,27 @@ class LimitedProtocol(H11Protocol):
 
     def _expired(self) -> None:
         taken = self._waits_for == "reader" and not self.transport.get_write_buffer_size()
-        self._waits_for, self._timer = "", None
+        waited_for, self._waits_for, self._timer = self._waits_for, "", None
         if taken:
             self._watch()
-        else:
-            self.transport.abort()
+            return
+        if waited_for == "request":
+            self._say("the request did not come in time")
+        self.transport.abort()
+
+    def _say(self, reason: str) -> None:
+        self._on_cut(origin_of(self._peer, self.client), reason)
 
 
 def protocol_factory(
-    app: Any, loop: asyncio.AbstractEventLoop
+    app: Any, loop: asyncio.AbstractEventLoop, on_cut: OnCut
 ) -> Callable[[Callable[[], None]], LimitedProtocol]:
     """What makes the protocol of each connection, given who to tell when it is lost.
+
+    Args:
+        app: ASGI.
+        loop: that serves it.
+        on_cut: told of each connection that never comes to a whole request.
 
     uvicorn's Config configures logging, reads the environment and trusts forwarded addresses by
     default; here it does none of that, since the job may run a uvicorn of its own.
@@ -155,4 +188,4 @@ def protocol_factory(
     )
     config.load()
     state = ServerState()
-    return lambda on_lost: LimitedProtocol(config, state, loop, on_lost)
+    return lambda on_lost: LimitedProtocol(config, state, loop, on_lost, on_cut)

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import hmac
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from gpumem_otel.core.text import printable
 from gpumem_otel.errors import ServeError
 from gpumem_otel.logs import named_logger
 
@@ -67,7 +68,7 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class _Token:
-    value: bytes
+    value: bytes = field(repr=False)
     principal: Principal
 
 
@@ -195,7 +196,9 @@ class Gatekeeper:
         if peer.common_name is None:
             return None
         roles = self._everyone | self._named.get(peer.common_name, frozenset())
-        return Principal(f"certificate {peer.common_name}", roles) if roles else None
+        # the name stands in logs as it is
+        name = printable(peer.common_name)
+        return Principal(f"certificate {name}", roles) if roles else None
 
     def _bearer(self, authorization: str) -> Principal | None:
         self._refresh()

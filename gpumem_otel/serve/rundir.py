@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import socket
 import stat
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -25,7 +26,6 @@ from gpumem_otel._version import __version__
 from gpumem_otel.errors import ServeError
 
 if TYPE_CHECKING:
-    import socket
     from collections.abc import Iterable
 
     from gpumem_otel.core.model import Identity
@@ -195,17 +195,37 @@ def bind_socket(run_dir: str, name: str, listening: socket.socket, backlog: int)
 def control_sockets(run_dir: str) -> list[str]:
     """Paths of the control sockets of living processes, by local rank; dead ones are deleted.
 
+    One of another container counts while somebody listens there: its pid says nothing here.
+
     Raises:
         ServeError: the directory is not safe to read.
     """
     try:
         with _opened(run_dir) as folder:
-            names = [name for name in _drop_dead(folder) if name.endswith(".sock")]
+            here = _place(_boot_id(), _machine(), _pid_namespace())
+            names = [
+                name
+                for name in _drop_dead(folder)
+                if name.endswith(".sock") and (f"-{here}." in name or _listened(folder, name))
+            ]
     except FileNotFoundError:
         return []
     except OSError as exc:
         raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
     return [str(Path(run_dir) / name) for name in sorted(names, key=_by_local_rank)]
+
+
+def _listened(folder: int, name: str) -> bool:
+    """Whether somebody on this machine takes connections at a socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(f"/proc/self/fd/{folder}/{name}")
+        except BlockingIOError:  # more wait there than are taken
+            return True
+        except OSError:
+            return False
+    return True
 
 
 def _by_local_rank(name: str) -> tuple[int, int]:

@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Workers"]
+__all__ = ["StoppedError", "Workers"]
 
 _T = TypeVar("_T")
+
+
+class StoppedError(RuntimeError):
+    """Nothing is started any more: the listener stops."""
 
 
 class Workers:
@@ -45,10 +49,11 @@ class Workers:
             A future of the running loop; cancelling it does not end the thread.
 
         Raises:
-            RuntimeError: no thread can be started (any more).
+            StoppedError: the listener stops.
+            RuntimeError: no thread can be started.
         """
         if self._stopped:
-            raise RuntimeError("the listener stops")
+            raise StoppedError("the listener stops")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[_T] = loop.create_future()
 

@@ -21,6 +21,7 @@ from support.yield_double import HELD, YieldDouble
 from gpumem_otel.cli.main import main
 from gpumem_otel.core.model import Identity
 from gpumem_otel.core.yields import Phase, RestoreRequest, YieldLevel, YieldRequest
+from gpumem_otel.serve import rundir
 
 TOKEN = "operator-token-0123456789"
 
@@ -114,6 +115,43 @@ def test_every_option_is_sent(run_dir, ctl, tmp_path):
         release_host=True,
         disk_dir=str(tmp_path),
     )
+
+
+def test_nothing_is_not_the_same_as_not_said(run_dir, ctl):
+    double = YieldDouble()
+    with controlling(double, run_dir):
+        code, _, _ = ctl("restore", "--wait-seconds", "0")
+        assert code == 0
+        assert double.submitted[-1][0] == RestoreRequest(wait_seconds=0.0)
+        code, _, err = ctl("yield", "--lease", "0")
+        assert code == 1
+        assert "lease_seconds must be a number from 0.1" in err
+    assert len(double.submitted) == 1
+
+
+def test_where_as_many_watch_as_may_it_is_followed_all_the_same(run_dir, capsys, monkeypatch):
+    monkeypatch.setattr("gpumem_otel.serve.control_app.MAX_WATCHERS", 0)
+    monkeypatch.setattr("gpumem_otel.cli.ctl_jobs._POLL_SECONDS", 0.05)
+    double = YieldDouble(by_hand=True)
+    with controlling(double, run_dir):
+        found = []
+        follow = threading.Thread(target=lambda: found.append(main(["ctl", "yield"])))
+        follow.start()
+        until(lambda: len(double.submitted) == 1)
+        double.waiting.clear()
+        assert double.waiting.wait(WAIT)  # it looks
+        assert found == []
+        double.finish()
+        follow.join(WAIT)
+    assert found == [0]
+    assert "gave back 12.0 GiB" in capsys.readouterr().out
+
+
+def test_a_folder_may_have_any_name(tmp_path, ctl):
+    folder = tmp_path / "run#1?x=[2"
+    with controlling(YieldDouble(), folder):
+        code, _, err = ctl("state", "--run-dir", str(folder))
+    assert (code, err) == (0, "")
 
 
 def test_it_waits_for_the_end_or_not(run_dir, ctl):
@@ -245,6 +283,29 @@ def test_several_jobs_are_not_stopped_by_accident(run_dir, ctl):
         code, _, _ = ctl("yield", "--all")
         assert code == 0
         assert [double.moves for double in doubles] == [1, 1]
+
+
+def test_a_job_that_does_not_say_which_it_is_is_not_stopped_by_accident(run_dir, ctl):
+    double = YieldDouble()
+    with controlling(double, run_dir), socket.socket(socket.AF_UNIX) as silent:
+        name = rundir.socket_name(5)
+        rundir.bind_socket(str(run_dir), name, silent, 8)
+
+        def hang_up():
+            for _ in range(2):
+                silent.accept()[0].close()
+
+        hanging_up = threading.Thread(target=hang_up)
+        hanging_up.start()
+        code, out, err = ctl("yield")
+        assert (code, out) == (1, "")
+        assert f"{name}: " in err
+        assert err.endswith("; --target names whom to ask, --all asks all the same\n")
+        assert double.submitted == []
+        code, out, _ = ctl("yield", "--all")
+        assert code == 1
+        assert "gave back 12.0 GiB" in out
+        hanging_up.join(WAIT)
 
 
 def test_one_of_several_fails(run_dir, ctl):

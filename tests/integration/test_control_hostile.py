@@ -172,7 +172,7 @@ def test_two_lengths_are_no_request(where):
                     pass
 
 
-def test_a_slow_client_is_cut(double, tokens, monkeypatch):
+def test_a_slow_client_is_cut(double, tokens, monkeypatch, audit):
     monkeypatch.setattr(protocol, "REQUEST_SECONDS", 0.2)
     with controlling(double, host="127.0.0.1", token_file=tokens) as listener:
         whole = (
@@ -191,6 +191,8 @@ def test_a_slow_client_is_cut(double, tokens, monkeypatch):
                 # it never comes to an answer that something moved
                 with contextlib.suppress(ConnectionError):
                     assert client.answer()[0] >= 400
+    slow = [line for line in audit() if line.endswith('"the request did not come in time"')]
+    assert len(slow) == 4
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_body(where, double):
@@ -207,30 +209,44 @@ def test_a_client_that_leaves_in_the_middle_of_a_body(where, double):
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1.evil.example", "localhost:9564@evil"])
 def test_a_foreign_host(where, host, audit):
     answer = call(where, "POST", "/v1/yield", bearer(TOKEN), host=host, body={})
-    assert answer.status in {400, 421}
+    assert answer.status == 421
+    assert "GPUMEM_OTEL_CONTROL_ALLOWED_HOSTS lists" in answer.detail
     assert all("evil" not in line for line in audit())
 
 
-def test_path_tricks_reach_nothing(where):
-    for path in ("/v1/yield%0a", "/v1/yield%0d%0aX: y", "/v1/./yield", "/v1/state/../yield",
+def test_path_tricks_reach_nothing(where, audit):
+    tricks = ("/v1/yield%0a", "/v1/yield%0d%0aX: y", "/v1/./yield", "/v1/state/../yield",
                  "/v1%2fyield", "//v1/yield", "/v1/yield;x=1", "/v1/yield/", "/V1/yield",
-                 "http://other/v1/state/../yield", "/..%2f..%2fetc/passwd", "*"):  # fmt: skip
+                 "http://other/v1/state/../yield", "/..%2f..%2fetc/passwd", "*")  # fmt: skip
+    for path in tricks:
         answer = call(where, "POST", path, bearer(TOKEN), body={})
         assert answer.status in {400, 404, 405}, path
+    assert call(where, "DELETE", "/v1/yield", bearer(TOKEN)).status == 405
+    until(lambda: len(audit()) == len(tricks) + 1)
+    assert all("passwd" not in line for line in audit())
+    assert 'request="DELETE /v1/yield" who="token operator"' in audit()[-1]
+    assert audit()[-1].endswith("status=405")
 
 
-def test_bytes_that_are_no_http(where):
-    for data in (
+def test_bytes_that_are_no_http(where, audit):
+    unusable = (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",
         b"\x00" * 1000,
         b"A" * 100_000 + b"\r\n",
         b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 100_000,
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
-    ):
+    )
+    for data in unusable:
         with connected(where) as client, contextlib.suppress(ConnectionError):
             client.send(data)
             assert client.answer()[0] >= 400
     assert call(where, "GET", "/v1/state", bearer(TOKEN)).status == 200
+    lines = audit()
+    assert len(lines) == len(unusable)
+    assert all('from="127.0.0.1 port ' in line for line in lines)
+    *no_http, of_another_version = lines
+    assert all(line.endswith('reason="it is no HTTP, or its head is too long"') for line in no_http)
+    assert of_another_version.endswith("status=401")
 
 
 def test_a_flood_of_guesses_is_a_few_lines(where, audit):
@@ -310,14 +326,16 @@ def shown(ca, issued=None):
     return context
 
 
-def test_plain_http_to_tls(secured):
+def test_plain_http_to_tls(secured, audit):
     with connected(secured) as client:
         client.request("/v1/yield", method="POST")
         with contextlib.suppress(ConnectionError):
             assert client.sock.recv(1000)[:4] != b"HTTP"
+    until(lambda: len(audit()) == 1)
+    assert audit()[0].endswith('outcome="refused" reason="TLS: http request"')
 
 
-def test_certificates_that_open_nothing(secured, ca, tmp_path):
+def test_certificates_that_open_nothing(secured, ca, tmp_path, audit):
     other_ca = certs.make_ca(tmp_path, "another authority")
     for issued in (
         None,
@@ -326,6 +344,12 @@ def test_certificates_that_open_nothing(secured, ca, tmp_path):
     ):
         with pytest.raises(OSError):
             call(secured, "POST", "/v1/yield", tls=shown(ca, issued))
+    until(lambda: len(audit()) == 3)
+    assert [line.partition("reason=")[2] for line in audit()] == [
+        '"TLS: peer did not return a certificate"',
+        '"TLS: certificate verify failed"',
+        '"TLS: certificate verify failed"',
+    ]
 
 
 def test_certificates_without_the_role(secured, ca, tmp_path, audit):
@@ -348,7 +372,7 @@ def test_a_name_that_would_forge_a_line(double, files, ca, tmp_path, audit):
         assert call(listener.address, "POST", "/v1/yield", tls=shown(ca, forged)).status == 403
     (line,) = audit()
     assert "\n" not in line
-    assert line.startswith('control: command="yield" who="certificate ops\\n2026')
+    assert line.startswith('control: command="yield" who="certificate ops\\\\u000a2026')
 
 
 def test_headers_that_claim_another_sender(tmp_path, audit):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import ssl
@@ -25,7 +26,7 @@ from gpumem_otel.core.counters import Counters
 from gpumem_otel.core.model import Identity
 from gpumem_otel.core.yields import OperationState, Phase, YieldLevel, YieldRequest
 from gpumem_otel.errors import ServeError
-from gpumem_otel.serve import control_app, control_guard, rundir
+from gpumem_otel.serve import control_app, protocol, rundir
 from gpumem_otel.serve.control import ControlListener
 from gpumem_otel.serve.peers import Peer
 
@@ -239,12 +240,12 @@ def test_watchers_are_bounded_and_leave_room_for_commands(tmp_path):
 
 def test_a_watcher_that_does_not_read_is_given_up(tmp_path, monkeypatch):
     monkeypatch.setattr(control_app, "MAX_WATCHERS", 1)
-    monkeypatch.setattr(control_guard, "TAKE_SECONDS", 0.2)
+    monkeypatch.setattr(protocol, "DRAIN_SECONDS", 0.2)
     double, counters = YieldDouble(by_hand=True), Counters()
     options = {"counters": counters}
     with controlling(double, tmp_path, **options) as listener, ExitStack() as stack:
         where = listener.socket_path
-        watching(where, stack)
+        client = watching(where, stack)
         path = "/v1/state?version=-1&wait_seconds=1"
         assert call(where, "GET", path).status == 503
         double.submit(YieldRequest(), "x" * 100_000)  # each event has it
@@ -254,8 +255,54 @@ def test_a_watcher_that_does_not_read_is_given_up(tmp_path, monkeypatch):
             return call(where, "GET", path).status == 200
 
         until(another_is_served)
+        # and its connection is closed, though it has not read what was on its way
+        closed = select.poll()
+        closed.register(client.sock, 0)
+        assert closed.poll(1000 * WAIT) == [(client.sock.fileno(), select.POLLHUP)]
         double.finish()
     assert counters.snapshot() == {}
+
+
+def test_dry_runs_that_wait_leave_room_for_commands(tmp_path, monkeypatch):
+    monkeypatch.setattr(control_app, "MAX_WATCHERS", 1)
+    double = YieldDouble(by_hand=True)
+    with controlling(double, tmp_path) as listener, ExitStack() as stack:
+        where = listener.socket_path
+        watching(where, stack)
+        looked = call(where, "POST", "/v1/yield", body={"dry_run": True, "wait_seconds": 3600})
+        assert (looked.status, looked.json["state"]) == (202, "running")
+        double.finish()
+        found = call(where, "GET", looked.headers["location"]).json
+        assert found["report"]["moved_bytes"] == HELD
+
+
+def test_a_folder_on_a_file_system_that_hangs_holds_up_nobody_else(tmp_path, monkeypatch):
+    asked, goes_on, resolve = threading.Event(), threading.Event(), os.path.realpath
+
+    def hangs(path):
+        if path == "/net/away":
+            asked.set()
+            assert goes_on.wait(WAIT)
+        return resolve(path)
+
+    monkeypatch.setattr(os.path, "realpath", hangs)
+    double = YieldDouble()
+    with controlling(double, tmp_path, disk_dirs=("/net",)) as listener:
+        where = listener.socket_path
+        found = []
+        body = {"disk_dir": "/net/away"}
+        hanging = threading.Thread(
+            target=lambda: found.append(call(where, "POST", "/v1/yield", body=body))
+        )
+        hanging.start()
+        try:
+            assert asked.wait(WAIT)
+            assert call(where, "GET", "/v1/state").status == 200
+            assert call(where, "POST", "/v1/restore").status == 200
+        finally:
+            goes_on.set()
+            hanging.join(WAIT)
+    assert found[0].status == 202
 
 
 def test_paths_methods_and_types(tmp_path):
@@ -347,6 +394,16 @@ def test_roles_of_tokens(tmp_path, tokens, audit):
     text = "\n".join(audit())
     assert TOKEN not in text
     assert READER not in text
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_the_log_says_where_commands_are_taken(tmp_path, tokens, host, caplog):
+    caplog.set_level(logging.INFO, logger="gpumem_otel.serve")
+    with controlling(YieldDouble(), tmp_path, host=host, token_file=tokens) as listener:
+        shown = f"[{host}]" if ":" in host else host
+        expected = {f"unix://{listener.socket_path}", f"http://{shown}:{listener.address[1]}"}
+    said = {m.rpartition(" ")[2] for m in caplog.messages if "commands are taken at" in m}
+    assert said == expected
 
 
 def test_a_token_of_a_setting_is_warned_of(caplog):
@@ -494,9 +551,17 @@ def test_sockets_of_the_dead_are_dropped_and_of_the_living_never(tmp_path):
         with socket.socket(socket.AF_UNIX) as sock:
             sock.bind(str(elsewhere))
         (run_dir / "mine.sock").touch()
-        assert rundir.control_sockets(str(run_dir)) == [listener.socket_path, str(elsewhere)]
+        # of another container nobody knows who lives, but whether somebody listens
+        assert rundir.control_sockets(str(run_dir)) == [listener.socket_path]
         assert not dead.exists()
         assert elsewhere.exists()
+        with socket.socket(socket.AF_UNIX) as sock:
+            beside = run_dir / "1-1-00000000.control-2.sock"
+            sock.bind(str(beside))
+            sock.listen(0)
+            for _ in range(3):  # also once its queue is full
+                found = rundir.control_sockets(str(run_dir))
+                assert found == [listener.socket_path, str(beside)]
         assert (run_dir / "mine.sock").exists()
         assert call(listener.socket_path, "GET", "/v1/state").status == 200
         # another process of the same rank and folder has a name of its own
@@ -510,6 +575,31 @@ def test_sockets_of_the_dead_are_dropped_and_of_the_living_never(tmp_path):
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         assert call(listener.socket_path, "GET", "/v1/state").status == 200
+
+
+def test_a_socket_that_appears_while_it_stops_goes_too(tmp_path, monkeypatch):
+    bound, goes_on, bind = threading.Event(), threading.Event(), rundir.bind_socket
+
+    def late(*arguments):
+        made = bind(*arguments)
+        bound.set()
+        assert goes_on.wait(WAIT)
+        return made
+
+    monkeypatch.setattr(rundir, "bind_socket", late)
+    listener = ControlListener(
+        YieldDouble(), ControlConfig(enabled=True), run_dir=str(tmp_path), identity=IDENTITY
+    )
+    listener.start()
+    assert bound.wait(WAIT)
+    assert len(rundir.control_sockets(str(tmp_path))) == 1
+    stopping = threading.Thread(target=listener.stop, args=(WAIT,))
+    stopping.start()
+    (door,) = listener._doors
+    until(lambda: door._loop is None)
+    goes_on.set()
+    stopping.join(WAIT)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_started_again_it_has_the_same_name(tmp_path):
@@ -658,6 +748,18 @@ def test_stop_does_not_wait_for_those_who_watch(tmp_path):
         assert client.closed()
     left = [t.name for t in threading.enumerate() if t.name.startswith("gpumem-otel")]
     assert left == []
+
+
+def test_who_asks_while_it_stops_is_told_so(tmp_path, caplog):
+    counters = Counters()
+    with controlling(YieldDouble(), tmp_path, counters=counters) as listener:
+        (door,) = listener._doors
+        door._loop._workers.stop()
+        for method, path in (("GET", "/v1/state"), ("POST", "/v1/yield")):
+            answer = call(listener.socket_path, method, path)
+            assert (answer.status, answer.detail) == (503, "the listener stops")
+    assert counters.snapshot() == {}
+    assert "Traceback" not in caplog.text
 
 
 def test_no_signal_handler_is_touched(tmp_path):

@@ -121,7 +121,7 @@ def test_metrics_give_the_last_values_and_say_how_old_they_are(agent, quiet):
     assert now.time_ns == before.time_ns < time.time_ns()
     assert now.counters["exporter_pushed_bytes", ()] == 7, "what is ours is of now"
     told = value(get(agent, "/metrics"), "gpumem_values_timestamp_seconds")
-    assert told == now.time_ns / 1e9
+    assert told == now.time_ns / 1_000_000_000
     assert agent.counters.get("exporter_errors", stage="read") == 0
     ages = json.loads(get(agent, "/healthz"))["ages_seconds"]
     assert ages["values"] >= round((time.time_ns() - now.time_ns) / 1e9, 3) - 1

@@ -36,7 +36,8 @@ def test_targets(url, target):
 @pytest.mark.parametrize(
     "url",
     ["", "node7", "node7:9564", "http://node7", "http://:9564", "http://node7:0", "http://x:99999",
-     "http://x:y", "http://x:1/v1", "http://x:1?token=a", "http://user:secret@x:1", "ftp://x:1",
+     "http://x:y", "http://x:1/v1", "http://x:1?token=a", "http://user:secret@x:1",
+     "http://user:secret@x:y", "ftp://x:1", "unix:x",
      "unix://relative.sock", "unix://", "http://[::1"],
 )  # fmt: skip
 def test_what_is_no_target(url):

@@ -120,6 +120,24 @@ def test_roles_of_certificates():
     assert only_ops.remote(Peer(), "") is None
 
 
+def test_no_token_is_in_what_a_debugger_prints(tmp_path):
+    (tmp_path / "tokens").write_text(FILE)
+    gatekeeper = gate(token=Secret("of-the-environment-0123"), token_file=str(tmp_path / "tokens"))
+    words = repr(vars(gatekeeper))
+    assert "token of the environment" in words
+    assert "of-the-environment-0123" not in words
+    for line in FILE.splitlines():
+        if line and not line.startswith("#"):
+            assert line.split()[1] not in words
+
+
+def test_a_name_stands_in_logs_as_it_is():
+    """Others log it too: who asked for an operation."""
+    gatekeeper = gate(client_roles=("ops\n2026=yield",))
+    found = gatekeeper.remote(Peer(common_name="ops\n2026"), "")
+    assert found == Principal("certificate ops\\u000a2026", frozenset({Role.YIELD}))
+
+
 def test_a_token_that_is_shown_decides_beside_a_certificate(tmp_path):
     (tmp_path / "tokens").write_text(FILE)
     gatekeeper = gate(tmp_path / "tokens", client_roles=("yield",))

@@ -180,3 +180,17 @@ def test_websockets_and_lifespan_are_not_served():
 
     for kind in ("websocket", "lifespan"):
         asyncio.run(guarded(never)({"type": kind}, None, None))
+
+
+def test_a_request_that_comes_while_the_listener_stops_is_no_failure(caplog):
+    """Watchers ask again as soon as they have an answer, also when the process ends."""
+    counters, workers = Counters(), Workers()
+    workers.stop()
+
+    async def late(_scope, _receive, _send):
+        await workers.start(lambda: None)
+
+    answer = get(guarded(late, counters=counters, workers=workers), "/v1/state")
+    assert (answer.status, answer.line) == (503, "the listener stops")
+    assert counters.get("exporter_errors", stage="scrape") == 0
+    assert caplog.text == ""
