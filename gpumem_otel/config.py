@@ -23,6 +23,7 @@ __all__ = [
     "PyroscopeConfig",
     "Secret",
     "ServeConfig",
+    "YieldConfig",
     "process_environ",
 ]
 
@@ -237,6 +238,19 @@ class ControlConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class YieldConfig:
+    """What yields may take of the machine."""
+
+    host_limit_bytes: int | None = None
+    """Host memory that the yields of all processes that share the folder of `run_dir` may hold
+    together; beyond it they go to disk, where they may, or are refused. Without it what the machine
+    and the cgroups have free. `GPUMEM_OTEL_YIELD_HOST_LIMIT_BYTES`."""
+    keep_bytes: int | None = None
+    """Host memory that each process keeps pinned after a restore, at most: the next yield is faster
+    for it. Without it all that the largest yield took. `GPUMEM_OTEL_YIELD_KEEP_BYTES`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OomConfig:
     """What happens when an allocation fails."""
 
@@ -278,6 +292,7 @@ class Config:
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
     serve: ServeConfig = field(default_factory=ServeConfig)
     control: ControlConfig = field(default_factory=ControlConfig)
+    yields: YieldConfig = field(default_factory=YieldConfig)
     oom: OomConfig = field(default_factory=OomConfig)
     warnings: tuple[str, ...] = ()
 

@@ -22,7 +22,12 @@ __all__ = ["opened", "write_whole"]
 
 @contextlib.contextmanager
 def opened(
-    folder: str, what: str, error: type[GpumemError], *, make: bool = False
+    folder: str,
+    what: str,
+    error: type[GpumemError],
+    *,
+    make: bool = False,
+    root_sees_all: bool = False,
 ) -> Iterator[int]:
     """A descriptor of the folder.
 
@@ -31,6 +36,7 @@ def opened(
         what: what it is, for messages: "run directory".
         error: raised where it is not safe to use.
         make: create it and the folders above it, for this user alone, where they are not there.
+        root_sees_all: root may open that of another user; what stands in it is theirs.
 
     Raises:
         OSError: it can not be opened.
@@ -44,7 +50,7 @@ def opened(
         raise error(f"{what} {folder} is a symlink: give its target")
     try:
         status = os.fstat(descriptor)
-        if status.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid() and not (root_sees_all and os.geteuid() == 0):
             raise error(f"{what} {folder} belongs to another user: give your own")
         if stat.S_IMODE(status.st_mode) & 0o022:
             raise error(f"{what} {folder} is writable by others: chmod 700 it")

@@ -16,7 +16,7 @@ from gpumem_otel.logs import named_logger
 from gpumem_otel.options import resolve
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from typing_extensions import Unpack
 
@@ -29,6 +29,7 @@ __all__ = [
     "participant",
     "participants",
     "step",
+    "step_without_install",
     "uninstall",
     "watch",
     "watched",
@@ -47,6 +48,7 @@ class _State:
         self.watched: dict[tuple[str, int], weakref.ReferenceType[object]] = {}
         self.unwatchable: set[str] = set()
         self.participants: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+        self.on_step: Callable[[], object] | None = None
 
 
 _STATE = _State()
@@ -106,12 +108,19 @@ def current() -> Agent | None:
 def step() -> None:
     """Say that one step of the job has ended, in loops whose steps no optimizer marks.
 
-    From the first call on only these calls count as steps. Costs about a microsecond; does nothing
-    where nothing is installed.
+    From the first call on only these calls count as steps. Costs about a microsecond. Where nothing
+    is installed it is a safe point for a yield that was asked for, and does nothing else.
     """
     agent = _STATE.agent
     if agent is not None:
         agent.step()
+    elif (on_step := _STATE.on_step) is not None:
+        on_step()
+
+
+def step_without_install(reached: Callable[[], object] | None) -> None:
+    """Have `step()` call this where nothing is installed."""
+    _STATE.on_step = reached
 
 
 def watch(*objects: object, **named: object) -> None:
@@ -165,7 +174,11 @@ def watched() -> Iterator[tuple[str, object]]:
 
 
 def participant(thread: threading.Thread | None = None) -> None:
-    """Say that a thread (this one by default) uses the GPU and stops at safe points by itself.
+    """Say that a thread (this one by default) leaves the GPU alone while the job stands still.
+
+    It promises not to use tensors of the GPU from when the training thread has stopped at a safe
+    point until that goes on, for instance since it waits for it. Nothing stops it: a yield does not
+    look at it any more, and would otherwise be refused because of it.
 
     Raises:
         ConfigError: it is no thread.

@@ -22,6 +22,7 @@ from gpumem_otel.config import (
     ProfileConfig,
     PyroscopeConfig,
     ServeConfig,
+    YieldConfig,
 )
 from gpumem_otel.core.pairs import parse_pairs
 from gpumem_otel.errors import ConfigError
@@ -97,6 +98,8 @@ class InstallOptions(TypedDict, total=False):
     control_allowed_hosts: Sequence[str]
     control_insecure: bool
     control_disk_dirs: Sequence[str]
+    yield_host_limit_bytes: int
+    yield_keep_bytes: int
     oom: bool
     oom_snapshot_dir: str
     spool_dir: str
@@ -305,6 +308,20 @@ OPTIONS: tuple[Option, ...] = (
     _option(
         "control_disk_dirs", "control", "disk_dirs", "GPUMEM_OTEL_CONTROL_DISK_DIRS", p.words()
     ),
+    _option(
+        "yield_host_limit_bytes",
+        "yields",
+        "host_limit_bytes",
+        "GPUMEM_OTEL_YIELD_HOST_LIMIT_BYTES",
+        p.integer(0, 1 << 60),
+    ),
+    _option(
+        "yield_keep_bytes",
+        "yields",
+        "keep_bytes",
+        "GPUMEM_OTEL_YIELD_KEEP_BYTES",
+        p.integer(0, 1 << 60),
+    ),
     _option("oom", "oom", "enabled", "GPUMEM_OTEL_OOM", p.flag),
     _option("oom_snapshot_dir", "oom", "snapshot_dir", "GPUMEM_OTEL_OOM_SNAPSHOT_DIR", p.text),
     _option("spool_dir", "oom", "spool_dir", "GPUMEM_OTEL_SPOOL_DIR", p.text),
@@ -376,6 +393,7 @@ def resolve(environ: Mapping[str, str], **options: Unpack[InstallOptions]) -> Co
         "metrics": {},
         "serve": {},
         "control": {},
+        "yields": {},
         "oom": {},
     }
     for option in OPTIONS:
@@ -403,6 +421,7 @@ def resolve(environ: Mapping[str, str], **options: Unpack[InstallOptions]) -> Co
         metrics=MetricsConfig(**sections["metrics"]),  # type: ignore[arg-type]
         serve=ServeConfig(**sections["serve"]),  # type: ignore[arg-type]
         control=ControlConfig(**sections["control"]),  # type: ignore[arg-type]
+        yields=YieldConfig(**sections["yields"]),  # type: ignore[arg-type]
         oom=OomConfig(**sections["oom"]),  # type: ignore[arg-type]
         warnings=tuple(warnings),
         **sections[""],  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ from gpumem_otel.capture.moments import imported_from_others, nccl_communicators
 from gpumem_otel.capture.movables import MovableFinder
 from gpumem_otel.capture.otherthreads import who_else
 from gpumem_otel.capture.process import device_uuids, distributed_rank
+from gpumem_otel.config import YieldConfig
 from gpumem_otel.core.snapshot import from_torch
 from gpumem_otel.export.clock import SystemClock
 from gpumem_otel.yielding.checkpoint import DriverCheckpoint
@@ -50,6 +51,7 @@ def compose(
     environ: Mapping[str, str],
     counters: Counters,
     run_dir: str,
+    limits: YieldConfig | None = None,
     why_not_now: Callable[[], str] = str,
     several: Callable[[], bool] = bool,
     note: str = "",
@@ -61,10 +63,11 @@ def compose(
         source: reads the allocator.
         safe_points: of the job.
         callbacks: of the job.
-        participants: threads that stop at safe points by themselves.
+        participants: threads that leave the GPU alone while the job's thread stands still.
         environ: of the process.
         counters: take what is counted.
         run_dir: folder in which the processes of this user reserve memory.
+        limits: of host memory; None for the defaults.
         why_not_now: what a yield would disturb, "" where nothing.
         several: whether the job's steps are those of one of several optimizers.
         note: for each report.
@@ -73,6 +76,7 @@ def compose(
     torch: Any = sys.modules["torch"]
     devices: Any = CudaDevices(torch) if device_type == "cuda" else CpuDevices(torch)
     folder = f"{run_dir}/yield"
+    limits = limits or YieldConfig()
     clock = SystemClock()
 
     def usage() -> Sequence[DeviceStats]:
@@ -93,7 +97,12 @@ def compose(
     parts = YieldParts(
         finder=MovableFinder(source, environ, device_type=device_type),
         offload=Offload(
-            devices, HostPool(devices), HostLedger(folder, read_room), DeviceLedger(folder)
+            devices,
+            HostPool(devices),
+            HostLedger(folder, read_room, limit_bytes=limits.host_limit_bytes),
+            DeviceLedger(folder),
+            keep_bytes=limits.keep_bytes,
+            moves=source.restored,
         ),
         safe_points=safe_points,
         stillness=Stillness(

@@ -13,15 +13,17 @@ import os
 import sys
 import threading
 import weakref
+from collections.abc import Iterable
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from gpumem_otel.capture.moments import not_between_steps
 from gpumem_otel.config import process_environ
+from gpumem_otel.core.yieldcheck import restore_fault, seconds_fault, yield_fault
 from gpumem_otel.core.yields import RestoreRequest, YieldLevel, YieldRequest, YieldState
 from gpumem_otel.errors import ConfigError, YieldRefusedError
-from gpumem_otel.lifecycle import current, participants
+from gpumem_otel.lifecycle import current, participants, step_without_install
 from gpumem_otel.yielding.callbacks import Callbacks
 from gpumem_otel.yielding.safepoint import SafePoints
 from gpumem_otel.yielding.stopsignal import GRACE_SECONDS, StopSignals
@@ -78,7 +80,6 @@ class _State:
         self.engine: YieldEngine | None = None  # the one that was used last
         self.engines: weakref.WeakSet[YieldEngine] = weakref.WeakSet()
         self.at_fork = False
-        self.signals: StopSignals | None = None
 
 
 _STATE = _State()
@@ -90,20 +91,23 @@ _STATE = _State()
 def yield_memory(**options: Unpack[YieldOptions]) -> YieldReport:
     """Give the memory of this process's GPUs back, and return once it is free.
 
-    Called by the thread that trains, this is the safe point: no operation of that thread is under
-    way. From then on its tensors are empty until `restore()`; whoever uses them meanwhile gets an
-    error of torch, or wrong values. Called by another thread it waits for the next safe point, and
-    the training thread stands still there until the memory is back.
+    Called by the thread that trains (the one that reached the first safe point; before there was
+    one, the main thread), this is the safe point: no operation of that thread is under way. From
+    then on its tensors are empty until `restore()`; whoever uses them meanwhile gets an error of
+    torch, or wrong values. Called by another thread it waits for the next safe point, and the
+    training thread stands still there until the memory is back.
 
     Raises:
         YieldRefusedError: it can not be, and everything is as it was.
-        YieldFailedError: it ended in another state, which the message names.
+        YieldFailedError: it ended in another state, which the message names, or what was to be
+            thrown away is gone though all else is as it was.
         ConfigError: a keyword that can not be used.
     """
+    request = _request(options)
     engine, bare = _engine()
-    if bare:
-        options.setdefault("assume_private", True)
-    return engine.yield_(_request(options))
+    if bare and "assume_private" not in options:
+        request = replace(request, assume_private=True)
+    return engine.yield_(request)
 
 
 def restore(classes: Collection[str] | None = None, *, wait_seconds: float = 60.0) -> YieldReport:
@@ -116,10 +120,15 @@ def restore(classes: Collection[str] | None = None, *, wait_seconds: float = 60.
     Raises:
         YieldRefusedError: there is no room; it stays yielded, and can be restored later.
         YieldFailedError: something is lost.
+        ConfigError: a class or a number that can not be used.
     """
-    engine, _ = _engine()
-    chosen = None if classes is None else tuple(classes)
-    return engine.restore(RestoreRequest(classes=chosen, wait_seconds=wait_seconds))
+    chosen = _names("restore", "classes", classes)
+    request = RestoreRequest(classes=chosen, wait_seconds=wait_seconds)
+    fault = restore_fault(request)
+    if fault:
+        raise ConfigError(f"restore: {fault}")
+    engine, _ = _engine("restore")
+    return engine.restore(request)
 
 
 @contextmanager
@@ -144,11 +153,21 @@ class Courtesy:
     courtesy = gpumem_otel.Courtesy()
     courtesy.yield_memory()
     courtesy.restore()
+
+    Args:
+        options: of each `yield_memory`.
+
+    Raises:
+        ConfigError: a keyword that can not be used.
     """
+
+    def __init__(self, **options: Unpack[YieldOptions]) -> None:
+        _request(options)
+        self._options = options
 
     def yield_memory(self) -> None:
         """See `gpumem_otel.yield_memory`."""
-        yield_memory()
+        yield_memory(**self._options)
 
     def restore(self) -> None:
         """See `gpumem_otel.restore`."""
@@ -181,7 +200,7 @@ def yield_callbacks(
         timeout_seconds: what each of them may take.
 
     Raises:
-        ConfigError: one of them can not be called.
+        ConfigError: one of them can not be called, or takes no such time.
     """
     for name, call in (
         ("before_yield", before_yield),
@@ -190,6 +209,9 @@ def yield_callbacks(
     ):
         if call is not None and not callable(call):
             raise ConfigError(f"{name}: {type(call).__name__!r} can not be called")
+    fault = seconds_fault("timeout_seconds", timeout_seconds, zero=False)
+    if fault:
+        raise ConfigError(f"yield_callbacks: {fault}")
     return _STATE.callbacks.add(before_yield, after_restore, on_evict, timeout_seconds)
 
 
@@ -201,7 +223,7 @@ def yield_on_stop_signal(**options: Unpack[YieldOptions]) -> Callable[[], None]:
     there was none, the process stops once the memory is away, or that was refused.
 
     Raises:
-        ConfigError: not on the main thread.
+        ConfigError: not on the main thread, or a keyword that can not be used.
     """
     options.setdefault("deadline_seconds", GRACE_SECONDS)
     options.setdefault("wait_seconds", GRACE_SECONDS)
@@ -237,7 +259,7 @@ def engine_of(agent: Agent) -> YieldEngine:
             return known  # type: ignore[no-any-return]
         source: Any = agent.source
         if agent.reader is None or not hasattr(source, "recorder"):
-            raise YieldRefusedError("yield: this process uses no GPU yet; nothing to give back")
+            raise _nothing_to_give_back()
         from gpumem_otel.yieldparts import compose
 
         engine = compose(
@@ -248,6 +270,7 @@ def engine_of(agent: Agent) -> YieldEngine:
             environ=agent.environ,
             counters=agent.counters,
             run_dir=agent.config.serve.run_dir,
+            limits=agent.config.yields,
             why_not_now=lambda: agent.why_not_now,
             several=lambda: agent.several_optimizers,
         )
@@ -262,7 +285,7 @@ def engine_of(agent: Agent) -> YieldEngine:
         return engine
 
 
-def _engine() -> tuple[YieldEngine, bool]:
+def _engine(verb: str = "yield") -> tuple[YieldEngine, bool]:
     """(the engine to use, whether nothing was installed that watched beforehand)."""
     with _STATE.lock:
         last = _STATE.engine
@@ -273,12 +296,12 @@ def _engine() -> tuple[YieldEngine, bool]:
             _STATE.engine = engine_of(agent)
             return _STATE.engine, False
         if _STATE.bare is None:
-            _STATE.bare = _bare_engine()
+            _STATE.bare = _bare_engine(verb)
         _STATE.engine = _STATE.bare
         return _STATE.bare, True
 
 
-def _bare_engine() -> YieldEngine:
+def _bare_engine(verb: str) -> YieldEngine:
     """Without `install()`: a source of its own, from now on."""
     from gpumem_otel.capture.sources import TorchSource
     from gpumem_otel.core.counters import Counters
@@ -287,24 +310,38 @@ def _bare_engine() -> YieldEngine:
 
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
-        raise YieldRefusedError("yield: this process uses no GPU yet; nothing to give back")
+        raise _nothing_to_give_back(verb)
     environ = process_environ()
+    config = resolve(environ)
     counters = Counters()
     source = TorchSource(counters=counters, environ=environ)
     source.start()
+    safe_points = SafePoints(not_between_steps)
     engine = compose(
         source,
-        safe_points=SafePoints(not_between_steps),
+        safe_points=safe_points,
         callbacks=_STATE.callbacks,
         participants=participants,
         environ=environ,
         counters=counters,
-        run_dir=resolve(environ).serve.run_dir,
+        run_dir=config.serve.run_dir,
+        limits=config.yields,
         note="nothing watched before this which memory others know: all was taken to be private",
     )
     _at_fork(engine)
+    step_without_install(safe_points.reached)
     atexit.register(engine.close, EXIT_SECONDS)
     return engine
+
+
+def _nothing_to_give_back(verb: str = "yield") -> YieldRefusedError:
+    torch: Any = sys.modules.get("torch")
+    # set by torch itself in the children of a process that used a device: no CUDA works there
+    forked = getattr(getattr(torch, "cuda", None), "_is_in_bad_fork", None)
+    if callable(forked) and forked():
+        return YieldRefusedError(f"{verb}: a forked child holds nothing of its parent's memory")
+    what = "nothing was given back" if verb == "restore" else "nothing to give back"
+    return YieldRefusedError(f"{verb}: this process uses no GPU yet; {what}")
 
 
 def _request(options: YieldOptions) -> YieldRequest:
@@ -317,13 +354,26 @@ def _request(options: YieldOptions) -> YieldRequest:
     except ValueError as error:
         known = ", ".join(one.value for one in YieldLevel)
         raise ConfigError(f"yield: {error}; levels are {known}") from error
-    for name in ("devices", "classes", "keep", "discard"):
-        value = given.get(name)
-        if isinstance(value, str):
-            raise ConfigError(f"yield: {name} is a list of names; write ({value!r},)")
-        if value is not None:
-            given[name] = tuple(value)
-    return YieldRequest(level=level, **given)
+    for name in {"devices", "classes", "keep", "discard"} & set(given):
+        given[name] = _names("yield", name, given[name])
+    request = YieldRequest(level=level, **given)
+    fault = yield_fault(request)
+    if not fault and request.disk_dir and not os.path.isdir(request.disk_dir):  # noqa: PTH112
+        fault = f"disk_dir {request.disk_dir!r} is no folder; make it first"
+    if fault:
+        raise ConfigError(f"yield: {fault}")
+    return request
+
+
+def _names(verb: str, name: str, value: Any) -> Any:
+    """A list or set of names as a tuple; what is none of these is left to the check.
+
+    Raises:
+        ConfigError: one alone.
+    """
+    if isinstance(value, (str, int)):
+        raise ConfigError(f"{verb}: {name} is a list; write ({value!r},)")
+    return tuple(value) if isinstance(value, Iterable) else value
 
 
 def _at_fork(engine: YieldEngine) -> None:
@@ -338,5 +388,6 @@ def _after_fork_in_child() -> None:
     engines, _STATE.engines = list(_STATE.engines), weakref.WeakSet()
     _STATE.lock = threading.RLock()
     _STATE.bare = _STATE.engine = None
+    step_without_install(None)
     for engine in engines:
         engine.after_fork_in_child()

@@ -4,7 +4,9 @@ Its engine writes `.grad` without the interpreter lock and locks a node while th
 `.grad` to None frees the gradient first and forgets its address afterwards. So whoever reads these
 while any other thread is in the midst of work with tensors may read freed memory, and crash the
 job. A thread is taken to be out of it where it waits in the standard library, where it sleeps, or
-where no function on its stack belongs to a module that knows torch.
+where no function on its stack belongs to a module that knows torch. That it sleeps in the kernel
+(`asleep`) is no such sign here: what waits in C, in a function of the job, may go on in C, without
+the interpreter lock, while `.grad` is read; out of the standard library it needs that lock first.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-__all__ = ["read_autograd", "who_works", "work_of"]
+__all__ = ["may_wait", "read_autograd", "who_works", "work_of"]
 
 _TRIES: Final = 4
 _BACKWARD: Final = frozenset({"_engine_run_backward", "backward", "grad"})
@@ -80,6 +82,21 @@ def work_of(innermost: FrameType) -> str:
     if not knows_torch or _is_waiting(innermost):
         return ""
     return f"another thread is at work in {frame_title(innermost)}"
+
+
+def may_wait(innermost: FrameType) -> bool:
+    """Whether a thread that is at work by `work_of` may as well wait, in a function of the job.
+
+    In a function of torch it may sleep until a device is done; and backward's own threads run while
+    the one that called it sleeps.
+    """
+    frame: FrameType | None = innermost
+    while frame is not None:
+        path = _path(frame)
+        if frame.f_code.co_name in _BACKWARD and path.endswith(_BACKWARD_FILES):
+            return False
+        frame = frame.f_back
+    return "/torch/" not in _path(innermost)
 
 
 def _is_waiting(frame: FrameType) -> bool:

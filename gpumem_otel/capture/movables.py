@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from gpumem_otel.capture.sources import TorchSource
+    from gpumem_otel.capture.stackless import Roots
     from gpumem_otel.core.rawform import RawBlock, RawSegment
 
 __all__ = ["MovableFinder"]
@@ -87,12 +88,14 @@ class MovableFinder:
             search.objects(self._source.tensors)
         entries = self._source.tensors.snapshot() if self._source.tensors is not None else {}
         raw = self._source.recorder.snapshot(traces=False)
+        roots = self._source.as_before_restores(raw)
         segments = from_torch(raw, source="torch").raw_segments()
         known = TensorTable.alive(entries, lambda: None)
         sort = _Sort(
             torch=torch,
             blocks=_blocks_of(segments),
             classifier=Classifier({**search.classes, **known}),
+            roots=roots,
             source=self._source,
             assume_private=assume_private,
         )
@@ -201,6 +204,7 @@ class _Sort:
         torch: Any,
         blocks: Sequence[_Held],
         classifier: Classifier,
+        roots: Roots,
         source: TorchSource,
         assume_private: bool,
     ) -> None:
@@ -208,6 +212,7 @@ class _Sort:
         self._blocks = blocks
         self._addresses = [block.address for block in blocks]
         self._classifier = classifier
+        self._roots = roots
         self._exports = source.exports
         self._assume_private = assume_private
         self._of_block: dict[int, list[Any]] = defaultdict(list)
@@ -257,6 +262,8 @@ class _Sort:
                     block_bytes=block.size_bytes,
                     stream=block.stream,
                     tensor_class=found.value,
+                    frames=block.raw.get("frames") or (),
+                    root=self._roots.get((block.device, block.address), ""),
                 )
             )
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpumem_otel.capture.exports import Exports
 from gpumem_otel.capture.pacer import Pacer
 from gpumem_otel.capture.recorder import Recorder, torch_version
+from gpumem_otel.capture.restored import Replaced, Restored
 from gpumem_otel.capture.stackless import StacklessRoots
 from gpumem_otel.capture.stats import StatsReader
 from gpumem_otel.capture.tensors import TensorTable
@@ -28,6 +29,8 @@ from gpumem_otel.logs import named_logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+    from gpumem_otel.capture.restored import Entries
+    from gpumem_otel.capture.stackless import Roots
     from gpumem_otel.capture.tensors import TableEntries
     from gpumem_otel.core.counters import Counters
     from gpumem_otel.core.ports import Clock
@@ -83,6 +86,7 @@ class TorchSource:
     Attributes:
         tensors: the address table; None without classes.
         exports: which storages were given to another process or library.
+        restored: which memory was allocated by a restore, and for whom.
     """
 
     def __init__(
@@ -107,6 +111,7 @@ class TorchSource:
             else None
         )
         self.exports = Exports()
+        self.restored = Restored(self.tensors)
         self._workspaces: tuple[int, ...] | None = None
         self._workspaces_before: set[int] = set()
         self._counters = counters
@@ -169,6 +174,7 @@ class TorchSource:
         if self.tensors is not None:
             self.tensors.stop()
         self.exports.stop()
+        self.restored.clear()
         may = self.gate.enter()
         try:
             self.recorder.stop(quiet=not may)
@@ -184,6 +190,7 @@ class TorchSource:
         self._window_lock = threading.Lock()
         self.recorder.forget_parent()
         self.exports.forget_parent()
+        self.restored.clear()
         self._workspaces_before = set()
         if self.tensors is not None:
             self.tensors.forget_parent()
@@ -300,9 +307,13 @@ class TorchSource:
         self.recorder.keep_on()
         gaps = self.recorder.gaps
         entries = self.tensors.snapshot() if self.tensors is not None else {}
+        restored = self.restored.entries()
         raw, reading = self._read(stats, traces=False)
         self._note_copy(reading.stall_seconds)
-        sliced_seconds = self._roots.update(raw, unrecorded=gaps != self._gaps_seen)
+        replaced, sliced_seconds = self._put_originals(raw, restored)
+        sliced_seconds += self._roots.update(
+            raw, unrecorded=gaps != self._gaps_seen, restored=replaced.roots
+        )
         self._gaps_seen = gaps
         classifier = None
         if self.tensors is not None:
@@ -314,6 +325,33 @@ class TorchSource:
             stackless=self._roots.of_blocks(ours=not self.recorder.job_records),
             classifier=classifier,
         )
+
+    def _put_originals(self, raw: Any, before: Entries) -> tuple[Replaced, float]:
+        """What restores allocated shows whose it is; and the seconds that took in slices.
+
+        Args:
+            raw: the snapshot.
+            before: what was known when it was asked for: what is not in it is gone.
+        """
+        entries = {**before, **self.restored.entries()}
+        if not entries:
+            return Replaced((), {}), 0.0
+        self._pacer.begin()
+        try:
+            replaced = self.restored.put_into(raw, entries, self._pacer.pause)
+            self.restored.forget(before, replaced.addresses, self._pacer.pause)
+        finally:
+            seconds = self._pacer.end()
+        return replaced, seconds
+
+    def as_before_restores(self, raw: Any) -> Roots:
+        """Put the stacks of before into a snapshot, at once; what blocks without one are called.
+
+        Args:
+            raw: a snapshot of this source's recorder.
+        """
+        replaced = self.restored.put_into(raw, self.restored.entries(), _no_pause)
+        return self._roots.remembered(replaced.roots)
 
     def _classifier(self, snapshot: Snapshot, entries: TableEntries) -> tuple[Classifier, float]:
         """What tells the classes of a snapshot's blocks, and the seconds that took in slices."""
@@ -364,8 +402,9 @@ class TorchSource:
         expected = blocks * self._block_seconds + len(entries) * _ENTRY_SECONDS
         if expected > budget_seconds:
             return None
-        _, reading = self._read(stats, traces=False)
-        roots = self._roots.of_blocks(ours=not self.recorder.job_records)
+        raw, reading = self._read(stats, traces=False)
+        replaced = self.restored.put_into(raw, self.restored.entries(), _no_pause)
+        roots = self._roots.of_blocks(ours=not self.recorder.job_records, restored=replaced.roots)
         classifier = None
         if self.tensors is not None:
             # now: on its way out the job lets go of what is alive at this moment
@@ -400,7 +439,8 @@ class TorchSource:
             devices = stats.devices()
             before = stats.counters(devices)
             time_ns = self._clock.time_ns()
-            raw = self.recorder.snapshot(traces=traces)
+            with self.restored.lock:
+                raw = self.recorder.snapshot(traces=traces)
             after = stats.counters(devices)
             stall_seconds = now() - started
             if not traces:
@@ -458,7 +498,8 @@ class TorchSource:
         started = self._clock.monotonic()
         self._idle_seconds = 0.0
         try:
-            before, reading, entries = self._record(stats, seconds, stop, frees, enough)
+            restored = self.restored.entries()
+            before, raw, reading, entries = self._record(stats, seconds, stop, frees, enough)
         except (CaptureError, RuntimeError) as error:
             self._counters.add("exporter_stall_seconds", self._busy_since(started))
             if isinstance(error, CaptureError):
@@ -468,6 +509,8 @@ class TorchSource:
             stall_seconds = self._busy_since(started)
         finally:
             self._window_lock.release()
+        replaced, put_seconds = self._put_originals(raw, restored)
+        stall_seconds += put_seconds
         classifier = None
         if entries is not None:
             classifier, sliced_seconds = self._classifier(reading.snapshot, entries)
@@ -486,7 +529,7 @@ class TorchSource:
             before=before + fresh,
             stall_seconds=stall_seconds,
             stackless=self._roots.of_events(),
-            stackless_blocks=self._roots.of_blocks(ours=True),
+            stackless_blocks=self._roots.of_blocks(ours=True, restored=replaced.roots),
             classifier=classifier,
         )
 
@@ -500,7 +543,7 @@ class TorchSource:
         stop: threading.Event,
         frees: bool,
         enough: Callable[[], bool] | None,
-    ) -> tuple[tuple[DeviceStats, ...], Reading, TableEntries | None]:
+    ) -> tuple[tuple[DeviceStats, ...], Any, Reading, TableEntries | None]:
         before = stats.counters(stats.devices())
         self.recorder.open_window(self._max_window_events, frees=frees)
         per_free = max(self.recorder.events_per_free, int(frees))
@@ -516,7 +559,7 @@ class TorchSource:
         if not undisturbed:
             raise CaptureError("window: the job switched memory history itself; events are its own")
         self._count_overflow(raw)
-        return before, reading, entries
+        return before, raw, reading, entries
 
     def _wait(  # noqa: PLR0917 - as `window` was called
         self,

@@ -8,21 +8,27 @@ ours while the block was allocated, and where the engine has threads at all.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gpumem_otel.core.frames import BACKWARD, BEFORE_INSTALL, NO_PYTHON_FRAME
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from gpumem_otel.capture.pacer import Pacer
     from gpumem_otel.core.ports import Pause, StacklessRule
 
-__all__ = ["StacklessRoots", "autograd_has_threads"]
+__all__ = ["Roots", "StacklessRoots", "autograd_has_threads"]
 
 _BLOCKS_PER_PAUSE: Final = 32
 _THREADS: Final = Path("/proc/self/task")
+_NONE: Final[Mapping[tuple[int, int], str]] = MappingProxyType({})
 _ENGINE_THREAD: Final = b"autograd"  # `pt_autograd_0` since torch 2.4, from the first backward on
+
+
+Roots: TypeAlias = "Mapping[tuple[int, int], str]"
+"""(device, address) -> named root."""
 
 
 class StacklessRoots:
@@ -44,18 +50,19 @@ class StacklessRoots:
         """Install came late: blocks that have no stack now are older. On the job's own thread."""
         self._known = dict.fromkeys(_stackless_blocks(raw, _never), BEFORE_INSTALL)
 
-    def update(self, raw: Any, *, unrecorded: bool) -> float:
+    def update(self, raw: Any, *, unrecorded: bool, restored: Roots = _NONE) -> float:
         """Forget addresses that are free, or were given out again with a stack.
 
         Args:
             raw: the snapshot as torch gives it.
             unrecorded: recording was off, or the job's, until just before this snapshot: whatever
                 has no stack now may be of that time.
+            restored: of what had no stack before it was moved there; "" where nothing was known.
 
         Returns:
             Seconds of work in slices.
         """
-        known = self._known
+        known = self.remembered(restored)
         if not known and not unrecorded:
             return 0.0
         still: dict[tuple[int, int], str] = {}
@@ -63,7 +70,7 @@ class StacklessRoots:
         try:
             for block in _stackless_blocks(raw, self._pacer.pause):
                 root = known.get(block)
-                if root is not None:
+                if root:
                     still[block] = root
                 elif unrecorded:
                     still[block] = NO_PYTHON_FRAME
@@ -72,20 +79,29 @@ class StacklessRoots:
             seconds = self._pacer.end()
         return seconds
 
-    def of_blocks(self, *, ours: bool) -> StacklessRule:
+    def remembered(self, restored: Roots = _NONE) -> Roots:
+        """(device, address) -> root of blocks of which something is known, as of now.
+
+        Args:
+            restored: see `update`.
+        """
+        return {**self._known, **restored} if restored else self._known
+
+    def of_blocks(self, *, ours: bool, restored: Roots = _NONE) -> StacklessRule:
         """Names live blocks.
 
         Args:
             ours: recorded with our settings; with the job's own, nothing says what a missing
                 stack means.
+            restored: see `update`.
         """
-        known = self._known
+        known = self.remembered(restored)
         rest = "" if ours else NO_PYTHON_FRAME
 
         def rule(device: int, address: int | None) -> str:
             nonlocal rest
             root = known.get((device, address)) if address is not None else None
-            if root is not None:
+            if root:
                 return root
             rest = rest or self._ours()
             return rest

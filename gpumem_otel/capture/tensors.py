@@ -29,7 +29,7 @@ from gpumem_otel.core.quiet import QuietGate
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = ["TableEntries", "TensorTable"]
 
@@ -237,6 +237,16 @@ class TensorTable:
             if (known := entries.get(address)) is None or known[2].expired()
         }
         return {**entries, **new} if new else entries
+
+    def moved(self, addresses: Mapping[int, int]) -> None:
+        """Storages have other addresses from now on, or none. The job's threads stand still.
+
+        Args:
+            addresses: 0 for none, by the `_cdata` of the storage.
+        """
+        with self._lock:
+            self._entries = _rekeyed(self._entries, addresses)
+            self._inputs = _rekeyed(self._inputs, addresses)
 
     @staticmethod
     def alive(entries: TableEntries, pause: Callable[[], None]) -> dict[int, Any]:
@@ -486,3 +496,16 @@ class TensorTable:
     def _forgetting(held: dict[int, Any], item: Any) -> weakref.ref[Any]:
         key = id(item)
         return weakref.ref(item, lambda _: held.pop(key, None))
+
+
+def _rekeyed(entries: TableEntries, addresses: Mapping[int, int]) -> TableEntries:
+    """What has no memory waits under a number that is no address, and so in nobody's way."""
+    kept: TableEntries = {}
+    moved: TableEntries = {}
+    for address, entry in entries.items():
+        identity = entry[2].identity
+        if identity in addresses:
+            moved[addresses[identity] or -identity] = entry
+        else:
+            kept[address] = entry
+    return {**kept, **moved}

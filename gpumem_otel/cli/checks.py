@@ -49,6 +49,7 @@ def run_all(
     environ: Mapping[str, str], *, torch_timeout_seconds: float, require_gpu: bool
 ) -> list[Check]:
     """All checks, in the order in which they are shown."""
+    from gpumem_otel.cli.checks_control import control
     from gpumem_otel.options import resolve
 
     config = resolve(environ)
@@ -63,6 +64,7 @@ def run_all(
         _otlp(config, environ),
         _port(config),
         _run_dir(config),
+        *control(config, environ),
     ]
 
 
@@ -226,7 +228,7 @@ def _packages(config: Config) -> list[Check]:
             "OTLP exporter",
             "opentelemetry-exporter-otlp-proto-http",
             config.metrics.otlp,
-            "pip install 'gpumem-otel[otlp]'",
+            "pip install opentelemetry-exporter-otlp-proto-http",
         ),
         (
             "host profiles",
@@ -238,7 +240,7 @@ def _packages(config: Config) -> list[Check]:
             "cuda-bindings",
             "cuda-bindings",
             False,
-            "pip install cuda-bindings (only for driver-level work)",
+            "pip install cuda-bindings nvidia-ml-py (only for driver-level work)",
         ),
     ]
     checks = []

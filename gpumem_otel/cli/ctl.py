@@ -13,8 +13,7 @@ import click
 
 from gpumem_otel.cli.common import CommandFailed, environ, print_json, warn
 from gpumem_otel.core.classify import TensorClass
-from gpumem_otel.core.yields import DISCARDABLE, YieldLevel
-from gpumem_otel.errors import ServeError
+from gpumem_otel.core.yields import DISCARDABLE, RestoreRequest, YieldLevel, YieldRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -32,8 +31,10 @@ Examples:
   gpumem-otel ctl restore
   gpumem-otel ctl state --target https://node7:9564 --token-file token --ca-file ca.pem
 
+\b
 Without --target, the jobs of this user on this machine that were started with
-GPUMEM_OTEL_CONTROL=1. Exit codes: 0 done, 1 refused or failed, 2 bad usage.
+GPUMEM_OTEL_CONTROL=1, or those of all users for root. TIME is seconds, or a number
+with s, m, h or d: 90, 30m, 1.5h. Exit codes: 0 done, 1 refused or failed, 2 bad usage.
 """
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -48,7 +49,9 @@ def _duration(value: str) -> float:
     number = text if unit is None else text[:-1]
     # float() takes more than a person means: nan, inf, 1_0
     if not number.isascii() or not number.replace(".", "", 1).isdigit():
-        raise click.BadParameter(f"{value!r} is no duration: 90, 90s, 30m, 2h")
+        raise click.BadParameter(
+            f"{value!r} is no duration: seconds, or a number with s, m, h or d (90, 30m, 1.5h)"
+        )
     return float(number) * (1.0 if unit is None else unit)
 
 
@@ -106,7 +109,12 @@ def _following(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-@click.group("ctl", epilog=_EPILOG, short_help="Ask jobs to yield and restore GPU memory.")
+@click.group(
+    "ctl",
+    epilog=_EPILOG,
+    no_args_is_help=False,  # errors are one line, and the help is not
+    short_help="Ask jobs to yield and restore GPU memory.",
+)
 def command() -> None:
     """Ask running jobs to give their GPU memory back, and to take it again."""
 
@@ -118,7 +126,7 @@ def _state(as_json: bool, **reach: Any) -> int:
     from gpumem_otel.cli.ctl_jobs import at_once, state_of
     from gpumem_otel.cli.ctl_view import state_table
 
-    outcomes = at_once(_clients(_Reach(**reach)), state_of)
+    outcomes = at_once(_clients(_Reach(**reach), as_json=as_json), state_of)
     if as_json:
         print_json([_plain(outcome) for outcome in outcomes])
     elif any(not outcome.error for outcome in outcomes):
@@ -147,17 +155,16 @@ def _watch(as_json: bool, **reach: Any) -> int:
 
     for client in clients:
         threading.Thread(target=run, args=(client,), daemon=True).start()
-    left = len(clients)
+    left, answered = len(clients), False
     while left:
         found = said.get()
         if isinstance(found, str):
             left -= 1
             warn(found)
-        elif as_json:
-            click.echo(json.dumps(_plain(found)))
-        else:
-            click.echo(change_line(found))
-    raise CommandFailed("no process answers any more")
+            continue
+        answered = True
+        click.echo(json.dumps(_plain(found)) if as_json else change_line(found))
+    raise CommandFailed("no process answers any more" if answered else "no process answered")
 
 
 @command.command("yield")
@@ -237,9 +244,12 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
         for name in names
         if (value := given.pop(name)) is not None and value is not False and value != ()
     }
+    fault = _fault(kind, body)
+    if fault:
+        raise click.UsageError(fault)
     as_json, every, wait = given.pop("as_json"), given.pop("every"), given.pop("wait")
     reach = _Reach(**given)
-    clients = _clients(reach)
+    clients = _clients(reach, as_json=as_json)
     if not reach.targets and not every:
         _refuse_several_jobs(clients)
     names_shown = {client.target.url: f"{kind} {i}" for i, client in enumerate(clients)}
@@ -255,7 +265,17 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
     return _said(outcomes)
 
 
-def _clients(reach: _Reach) -> list[Client]:
+def _fault(kind: str, body: dict[str, Any]) -> str:
+    """What no job would do, said before one is asked."""
+    from gpumem_otel.core.yieldcheck import restore_fault, yield_fault
+
+    if kind == "restore":
+        return restore_fault(RestoreRequest(**body))
+    level = YieldLevel(body.get("level", YieldLevel.AUTO))
+    return yield_fault(YieldRequest(**{**body, "level": level}))
+
+
+def _clients(reach: _Reach, *, as_json: bool = False) -> list[Client]:
     """One for each target, or for each socket of this user's jobs.
 
     Raises:
@@ -263,9 +283,15 @@ def _clients(reach: _Reach) -> list[Client]:
         CommandFailed: there is nobody to ask.
     """
     from gpumem_otel.cli.ctl_client import Client, credentials, parse_target
+    from gpumem_otel.cli.ctl_find import job_sockets
 
     shown = credentials(reach.token_file, reach.ca_file, reach.cert_file, reach.key_file)
-    urls = reach.targets or tuple(f"unix://{path}" for path in _sockets(reach.run_dir))
+    try:
+        urls = reach.targets or tuple(f"unix://{p}" for p in job_sockets(reach.run_dir, environ()))
+    except CommandFailed:
+        if as_json:  # what reads it need not tell nothing from no JSON
+            print_json([])
+        raise
     targets = [parse_target(url) for url in dict.fromkeys(urls)]
     for target in targets:
         if target.in_the_clear and shown.token and not reach.insecure:
@@ -274,24 +300,6 @@ def _clients(reach: _Reach) -> list[Client]:
                 "or --insecure where something else encrypts it"
             )
     return [Client(target, shown) for target in targets]
-
-
-def _sockets(run_dir: str | None) -> list[str]:
-    from gpumem_otel.cli.sd import run_dirs
-    from gpumem_otel.serve.rundir import control_sockets
-
-    found, folders = [], run_dirs(run_dir, environ())
-    for folder in folders:
-        try:
-            found += control_sockets(folder)
-        except ServeError as error:  # noqa: PERF203 - a few folders
-            warn(str(error))
-    if not found:
-        raise CommandFailed(
-            f"no job takes commands here: none has a socket in {' or '.join(folders)}; "
-            "GPUMEM_OTEL_CONTROL=1 makes one"
-        )
-    return found
 
 
 def _refuse_several_jobs(clients: Sequence[Client]) -> None:

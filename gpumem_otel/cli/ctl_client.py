@@ -5,6 +5,7 @@ The standard library's HTTP client: it follows no redirects, knows no proxies an
 
 from __future__ import annotations
 
+import errno
 import http.client
 import ipaddress
 import json
@@ -18,6 +19,7 @@ from urllib.parse import urlsplit
 
 from gpumem_otel.cli.common import CommandFailed
 from gpumem_otel.errors import ConfigError
+from gpumem_otel.serve.roles import LEAST_TOKEN_CHARACTERS
 
 __all__ = [
     "CONNECT_SECONDS",
@@ -126,6 +128,10 @@ def credentials(token_file: str, ca_file: str, cert_file: str, key_file: str) ->
         if len(words) != 1:
             raise ConfigError(f"token file {token_file}: must hold one token and nothing else")
         token = words[0]
+        if len(token) < LEAST_TOKEN_CHARACTERS:
+            raise ConfigError(
+                f"token file {token_file}: a token has at least {LEAST_TOKEN_CHARACTERS} characters"
+            )
     if key_file and not cert_file:
         raise ConfigError("--key-file goes with --cert-file")
     try:
@@ -218,8 +224,11 @@ class _UnixConnection(http.client.HTTPConnection):
         try:
             self.sock.settimeout(self.timeout)
             self.sock.connect(f"/proc/self/fd/{folder}/{Path(self._path).name}")
-        except OSError:
+        except OSError as error:
             self.sock.close()
+            # of what is no socket at all it says the same, connect(2)
+            if isinstance(error, ConnectionRefusedError) and not Path(self._path).is_socket():
+                raise OSError(errno.ENOTSOCK, "that is no socket") from None
             raise
         finally:
             os.close(folder)

@@ -1,7 +1,8 @@
 """The `gpumem-otel` command: the table of verbs, and the one place where errors become exit codes.
 
 Exit codes: 0 done; 1 the asked thing failed; 2 bad usage or input; 127 no such command (`run`,
-`record`); 130 interrupted. An error is one line on stderr, never a traceback.
+`record`); 130 interrupted; 141 the reader of the output went away (`| head`). An error is one line
+on stderr, never a traceback.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["VERBS", "Verb", "cli", "main"]
 
 PROGRAM = "gpumem-otel"
+
+_READER_GONE = 141
+"""128 and the number of SIGPIPE, as a shell has it of tools that the signal ends."""
 
 
 class Verb(NamedTuple):
@@ -159,7 +163,7 @@ def _run(arguments: list[str]) -> int:
         return 130
     except BrokenPipeError:
         _forget_stdout()  # the reader had enough: nothing to say
-        return 1
+        return _READER_GONE
     except (ConfigError, SnapshotError) as error:
         _say(str(error))
         return 2
@@ -180,7 +184,7 @@ def _flushed(code: int) -> int:
         sys.stdout.flush()
     except BrokenPipeError:
         _forget_stdout()
-        return 1
+        return _READER_GONE
     return code
 
 

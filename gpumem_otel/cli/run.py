@@ -101,4 +101,5 @@ def _goes_somewhere(config: Config) -> bool:
         or config.metrics.otlp
         or config.record_path
         or config.host_profiles
+        or config.control.enabled
     )

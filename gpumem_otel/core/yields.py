@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from gpumem_otel.core.yieldtext import report_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 __all__ = [
     "DISCARDABLE",
@@ -148,6 +148,8 @@ class Movable:
         size_bytes: of the storage.
         block_bytes: of the allocator's block.
         stream: raw handle of the stream that the block belongs to; 0 is the default stream.
+        frames: who allocated it first, as torch recorded it, leaf first; () where nobody knows.
+        root: named root of memory without frames, "" where none is known.
     """
 
     storage: Any
@@ -157,6 +159,8 @@ class Movable:
     block_bytes: int
     stream: int
     tensor_class: str
+    frames: Sequence[Any] = field(default=(), repr=False, compare=False)
+    root: str = field(default="", repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,14 +6,14 @@ not keep the person on the machine from the socket.
 
 from __future__ import annotations
 
-import ipaddress
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from gpumem_otel.errors import ServeError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.serve.binding import TcpBinding, UnixBinding
+from gpumem_otel.serve.control_settings import port_of, refuse_open_door
 from gpumem_otel.serve.hosts import HostNames
 from gpumem_otel.serve.life import ListenerLife
 from gpumem_otel.serve.roles import Gatekeeper
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 __all__ = ["ControlListener"]
 
 _log = named_logger("gpumem_otel.serve")
-
-_MAX_PORT: Final = 65535
 
 
 class ControlListener:
@@ -88,13 +86,8 @@ class ControlListener:
         self._remote: _Door | None = None
         if config.host:
             tls = server_context(config)
-            _refuse_open_door(config, gatekeeper, tls)
-            port = config.port + identity.local_rank if config.port else 0
-            if not 0 <= port <= _MAX_PORT:
-                raise ServeError(
-                    f"control port {config.port} + local rank {identity.local_rank} is no port: "
-                    "take a lower base port"
-                )
+            refuse_open_door(config, gatekeeper, tls)
+            port = port_of(config, identity.local_rank)
             self._remote = make(
                 lambda: TcpBinding(config.host, port),
                 hosts=(config.host, config.allowed_hosts),
@@ -154,36 +147,6 @@ class ControlListener:
         """In a forked child: close what was inherited and leave the parent's alone."""
         for door in self._doors:
             door.close_in_child()
-
-
-def _refuse_open_door(
-    config: ControlConfig, gatekeeper: Gatekeeper, tls: ssl.SSLContext | None
-) -> None:
-    """Law 5: nobody commands a job over TCP without a credential, and no credential goes bare.
-
-    Raises:
-        ServeError: the settings would allow that.
-    """
-    certificates = tls is not None and bool(config.tls_client_ca_file)
-    if gatekeeper.has_client_roles and not certificates:
-        raise ServeError("control_client_roles needs control_tls_client_ca_file")
-    if not gatekeeper.has_tokens and not gatekeeper.has_client_roles:
-        raise ServeError(
-            f"control over TCP on {config.host} needs credentials: set control_token_file, or "
-            "control_tls_client_ca_file with control_client_roles"
-        )
-    if tls is None and not config.insecure and not _is_loopback(config.host):
-        raise ServeError(
-            f"control on {config.host} needs TLS, or whoever sees the traffic has the token: set "
-            "control_tls_cert_file, or control_insecure where something else encrypts it"
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 class _Door(ListenerLife):

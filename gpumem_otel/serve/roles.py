@@ -29,13 +29,21 @@ if TYPE_CHECKING:
     from gpumem_otel.config import ControlConfig
     from gpumem_otel.serve.peers import Peer
 
-__all__ = ["Gatekeeper", "Principal", "Role", "client_roles", "parse_tokens"]
+__all__ = [
+    "LEAST_TOKEN_CHARACTERS",
+    "Gatekeeper",
+    "Principal",
+    "Role",
+    "client_roles",
+    "parse_tokens",
+]
 
 _log = named_logger("gpumem_otel.serve")
 
 _MAX_FILE_BYTES: Final = 64 * 1024
 _MAX_TOKENS: Final = 64
-_LEAST_TOKEN_CHARACTERS: Final = 16
+LEAST_TOKEN_CHARACTERS: Final = 16
+"""A shorter one could be guessed."""
 _MAX_TOKEN_CHARACTERS: Final = 4096
 _WORDS: Final = range(2, 4)
 _ROOT: Final = 0
@@ -93,9 +101,9 @@ def parse_tokens(data: bytes) -> tuple[tuple[bytes, Principal], ...]:
             raise ValueError(f"line {number} is not ROLE[,ROLE] TOKEN [NAME]")
         roles = _roles(words[0].split(","), f"line {number}")
         token = words[1].encode()
-        if not _LEAST_TOKEN_CHARACTERS <= len(token) <= _MAX_TOKEN_CHARACTERS:
+        if not LEAST_TOKEN_CHARACTERS <= len(token) <= _MAX_TOKEN_CHARACTERS:
             raise ValueError(
-                f"line {number}: a token has {_LEAST_TOKEN_CHARACTERS} to "
+                f"line {number}: a token has {LEAST_TOKEN_CHARACTERS} to "
                 f"{_MAX_TOKEN_CHARACTERS} characters"
             )
         if token in found:
@@ -150,10 +158,10 @@ class Gatekeeper:
         self._fixed: tuple[_Token, ...] = ()
         token = config.token.reveal().strip().encode()
         if token:
-            if len(token) < _LEAST_TOKEN_CHARACTERS or len(token.split()) > 1:
+            if len(token) < LEAST_TOKEN_CHARACTERS or len(token.split()) > 1:
                 raise ServeError(
                     "control_token: a token is one word of at least "
-                    f"{_LEAST_TOKEN_CHARACTERS} characters"
+                    f"{LEAST_TOKEN_CHARACTERS} characters"
                 )
             self._fixed = (_Token(token, Principal("token of the environment", frozenset(Role))),)
         try:

@@ -48,6 +48,8 @@ _NAME: Final = re.compile(
     r"\.(?P<kind>json|control-(?P<local_rank>\d{1,5})\.sock)"
 )
 
+_WHAT: Final = "run directory"
+
 _MAX_FILE_BYTES: Final = 64 * 1024
 
 _MAX_FILES: Final = 4096
@@ -195,24 +197,34 @@ def bind_socket(run_dir: str, name: str, listening: socket.socket, backlog: int)
 def control_sockets(run_dir: str) -> list[str]:
     """Paths of the control sockets of living processes, by local rank; dead ones are deleted.
 
-    One of another container counts while somebody listens there: its pid says nothing here.
+    One of another container counts while somebody listens there: its pid says nothing here. Root
+    may read the directory of another user.
 
     Raises:
         ServeError: the directory is not safe to read.
     """
     try:
-        with _opened(run_dir) as folder:
+        with folders.opened(run_dir, _WHAT, ServeError, root_sees_all=True) as folder:
             here = _place(_boot_id(), _machine(), _pid_namespace())
             names = [
                 name
                 for name in _drop_dead(folder)
-                if name.endswith(".sock") and (f"-{here}." in name or _listened(folder, name))
+                if name.endswith(".sock")
+                and _is_socket(folder, name)
+                and (f"-{here}." in name or _listened(folder, name))
             ]
     except FileNotFoundError:
         return []
     except OSError as exc:
         raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
     return [str(Path(run_dir) / name) for name in sorted(names, key=_by_local_rank)]
+
+
+def _is_socket(folder: int, name: str) -> bool:
+    """No link to elsewhere: root would follow one that another user made."""
+    with contextlib.suppress(OSError):
+        return stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
+    return False
 
 
 def _listened(folder: int, name: str) -> bool:
@@ -298,20 +310,25 @@ def as_file_sd(entries: Iterable[RunEntry]) -> str:
 
 def _opened(run_dir: str, *, make: bool = False) -> contextlib.AbstractContextManager[int]:
     """A descriptor of the directory, after a look at what was really opened."""
-    return folders.opened(run_dir, "run directory", ServeError, make=make)
+    return folders.opened(run_dir, _WHAT, ServeError, make=make)
 
 
 def _drop_dead(folder: int) -> list[str]:
-    """Delete the files of this place's dead; the names of the others, bounded in number."""
+    """Delete the files of this place's dead; the names of the others, bounded in number.
+
+    In the directory of another user, which root may read, nothing is deleted.
+    """
     living = []
+    ours = os.fstat(folder).st_uid == os.geteuid()
     here = _place(_boot_id(), _machine(), _pid_namespace())
     for name in sorted(os.listdir(folder)):
         match = _NAME.fullmatch(name)
         if match is None:
             continue
         if match["place"] == here and not _alive(int(match["pid"]), int(match["ticks"])):
-            with contextlib.suppress(OSError):
-                os.unlink(name, dir_fd=folder)
+            if ours:
+                with contextlib.suppress(OSError):
+                    os.unlink(name, dir_fd=folder)
         elif not match["temporary"]:
             living.append(name)
     return living[:_MAX_FILES]

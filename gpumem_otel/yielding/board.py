@@ -40,7 +40,8 @@ class Board:
             `yield_operations` by kind and outcome.
 
     Attributes:
-        on_phase: told of each phase when it has ended, on the thread that ran it.
+        on_phase: told of each phase, once its operation has ended where it is one of an operation:
+            the job may stand still until then.
         on_operation: told of each operation when it has ended, and when that was.
     """
 
@@ -50,6 +51,7 @@ class Board:
         self._changed = threading.Condition()
         self._operations: OrderedDict[str, Operation] = OrderedDict()
         self._told = float("-inf")
+        self._untold: list[Callable[[], object]] = []
         self.on_phase: list[PhaseEnded] = []
         self.on_operation: list[Callable[[Operation, int], object]] = []
         self.status = YieldStatus(since_ns=clock.time_ns())
@@ -105,8 +107,12 @@ class Board:
         error: str,
         report: YieldReport | None,
         **changes: Any,
-    ) -> None:
-        """An operation has ended and left this state: one change for whoever watches."""
+    ) -> Operation:
+        """An operation has ended and left this state: one change for whoever watches.
+
+        Returns:
+            What became of it, for `tell`.
+        """
         operation = replace(operation, state=outcome, phase=None, error=error, report=report)
         self._counters.add("yield_operations", kind=operation.kind, outcome=outcome.value)
         level = _log.info if outcome is OperationState.DONE else _log.warning
@@ -120,9 +126,16 @@ class Board:
         )
         with self._changed:
             self._operations[operation.id] = operation
-        for told in self.on_operation:
-            _tell(partial(told, operation, self._clock.time_ns()))
         self.enter(state, error, operation=operation, **changes)
+        return operation
+
+    def tell(self, ended: Operation) -> None:
+        """Whoever listens may take long: nobody is to wait for it, nor a lock to be held."""
+        untold, self._untold = self._untold, []
+        for phase in untold:
+            _tell(phase)
+        for told in self.on_operation:
+            _tell(partial(told, ended, self._clock.time_ns()))
 
     def progress(self, done: int, total: int) -> None:
         """Of the running operation; told ten times a second at most, and the last of it."""
@@ -139,7 +152,8 @@ class Board:
         started, began_ns = self._clock.monotonic(), self._clock.time_ns()
         failure = ""
         operation = self.status.operation
-        if operation is not None and operation.state is OperationState.RUNNING:
+        runs = operation is not None and operation.state is OperationState.RUNNING
+        if operation is not None and runs:
             self.put(replace(operation, phase=phase, done_bytes=0, total_bytes=0))
         _log.debug("phase %s begins", phase.value)
         try:
@@ -155,8 +169,15 @@ class Board:
             self.update(phase_seconds=MappingProxyType(spent))
             _log.debug("phase %s took %.3f s", phase.value, seconds)
             ended_ns = began_ns + round(seconds * 1e9)
-            for told in self.on_phase:
-                _tell(partial(told, operation, phase, began_ns, ended_ns, failure))
+            tells = [
+                partial(told, operation, phase, began_ns, ended_ns, failure)
+                for told in self.on_phase
+            ]
+            if runs:
+                self._untold += tells
+            else:  # of a coordinator: no operation ends later
+                for told in tells:
+                    _tell(told)
 
 
 def _tell(told: Callable[[], object]) -> None:

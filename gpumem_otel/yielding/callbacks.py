@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.logs import named_logger
@@ -31,12 +32,16 @@ class Callbacks:
 
     `after_restore` is called for each set whose `before_yield` was called and did not raise, in
     reverse order, after a restore as well as where the yield came to nothing.
+
+    Those two run with the current device of the job's thread: on a new thread it would be the first
+    one, and a call of torch there would make a context on a device that the job never used.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._entries: list[_Entry] = []
         self._asked: list[_Entry] = []
+        self._device: int | None = None
 
     def add(
         self,
@@ -56,18 +61,21 @@ class Callbacks:
             if entry in self._entries:
                 self._entries.remove(entry)
 
-    def before(self) -> None:
+    def before(self, device: int | None = None) -> None:
         """Ask all, in order.
+
+        Args:
+            device: that is current in the job's thread; None where it is not known.
 
         Raises:
             YieldRefusedError: one raised or took too long. `after` is to be called all the same.
         """
         with self._lock:
             entries = list(self._entries)
-        self._asked = []
+        self._asked, self._device = [], device
         for entry in entries:
             error, late = (
-                _run(entry.before_yield, entry.timeout_seconds)
+                _run(entry.before_yield, entry.timeout_seconds, device)
                 if entry.before_yield is not None
                 else (None, False)
             )
@@ -82,14 +90,24 @@ class Callbacks:
                 )
 
     def after(self) -> tuple[str, ...]:
-        """Tell all that were asked; one line for each that raised or took too long."""
+        """Tell all that were asked; one line for each that raised or took too long.
+
+        Raises:
+            BaseException: what interrupted the wait for one of them; all were told.
+        """
         asked, self._asked = self._asked, []
-        notes = []
+        notes: list[str] = []
+        interrupt: BaseException | None = None
         for entry in reversed(asked):
-            if entry.after_restore is not None:
-                notes += _complaint(
-                    "after_restore", entry.after_restore, entry.after_restore, entry.timeout_seconds
-                )
+            call, seconds = entry.after_restore, entry.timeout_seconds
+            if call is None:
+                continue
+            try:
+                notes += _complaint("after_restore", call, call, seconds, self._device)
+            except BaseException as error:  # it goes on by itself; the others are owed theirs
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
         return tuple(notes)
 
     def evict(self, reason: str) -> tuple[str, ...]:
@@ -105,9 +123,13 @@ class Callbacks:
 
 
 def _complaint(
-    kind: str, named: Callable[..., object], call: Callable[[], object], seconds: float
+    kind: str,
+    named: Callable[..., object],
+    call: Callable[[], object],
+    seconds: float,
+    device: int | None = None,
 ) -> list[str]:
-    error, late = _run(call, seconds)
+    error, late = _run(call, seconds, device)
     if error is None and not late:
         return []
     what = f"takes longer than {seconds:g} s and goes on" if late else f"raised {error!r}"
@@ -116,19 +138,26 @@ def _complaint(
     return [line]
 
 
-def _run(call: Callable[[], object] | None, seconds: float) -> tuple[Exception | None, bool]:
+def _run(
+    call: Callable[[], object], seconds: float, device: int | None
+) -> tuple[BaseException | None, bool]:
     """(what it raised, whether it is still at it)."""
-    raised: list[Exception] = []
+    raised: list[BaseException] = []
 
     def run() -> None:
         try:
-            if call is not None:
-                call()
-        except Exception as error:
+            if device is not None:
+                torch: Any = sys.modules["torch"]  # it named the device
+                torch.cuda.set_device(device)
+            call()
+        except BaseException as error:  # an exit or a cancellation is no consent
             raised.append(error)
 
     thread = threading.Thread(target=run, name="gpumem-otel-callback", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
+        return error, False
     thread.join(seconds)
     return (raised[0], False) if raised else (None, thread.is_alive())
 

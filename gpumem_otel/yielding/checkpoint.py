@@ -231,6 +231,7 @@ class DriverCheckpoint:
             link = self._link
             if self.state == "running":
                 self._link = None
+                self._name_no_tracer()
         if link is not None and self._pid == os.getpid():
             link.close()
             if self.state != "running":
@@ -250,15 +251,22 @@ class DriverCheckpoint:
 
     def _start_keeper(self) -> KeeperLink:
         link = KeeperLink(self._settings, on_event=self._heard, on_gone=self._keeper_gone)
+        try:
+            self._try_out(link)
+        except BaseException:
+            link.kill()
+            self._name_no_tracer()
+            raise
+        return link
+
+    def _try_out(self, link: KeeperLink) -> None:
         answer = link.ask("state", _STATE_SECONDS)
         if not answer["ok"] and yama_scope() == 1 and why_not_permitted(answer["error"]):
             # Yama lets a process be acted on by its ancestors alone, unless it names another one
             self._named_tracer = allow_tracing(link.pid)
             answer = link.ask("state", _STATE_SECONDS)
         if not answer["ok"]:
-            link.kill()
             raise KeeperError(str(answer["error"]))
-        return link
 
     def _replacement(self, dead: KeeperLink | None) -> str:
         """A new keeper that goes on with lease and needs; the state that it finds."""
@@ -349,11 +357,14 @@ class DriverCheckpoint:
         link, self._link = self._link, None
         if link is not None:
             link.close()
+        self._name_no_tracer()
+        self._garbage.let_go()
+        self._changed.set()
+
+    def _name_no_tracer(self) -> None:
         if self._named_tracer:
             self._named_tracer = False
             allow_tracing()
-        self._garbage.let_go()
-        self._changed.set()
 
     # what the keeper says by itself, on the link's thread
 

@@ -25,6 +25,8 @@ __all__ = ["InMemory", "Mover", "OnDisk", "Part"]
 
 _MARK_BYTES: Final = 64 << 20
 """A mark follows so many bytes, or the many small copies that make them."""
+_TRIES: Final = 3
+"""To end what is under way: a second interrupt, an error of another copy."""
 _AHEAD_BYTES: Final = 4 << 30
 """Under way at once, by device: a tenth of a second, in which many small copies can be asked."""
 
@@ -51,12 +53,14 @@ class Part:
     Attributes:
         bytes: a tensor of bytes over the storage.
         place: None: nowhere, they become zeros.
+        stream: of its block (raw handle), whose work comes first; on the way back.
     """
 
     device: int
     bytes: Any
     size_bytes: int
     place: InMemory | OnDisk | None
+    stream: int = 0
 
 
 class Mover:
@@ -69,6 +73,9 @@ class Mover:
         stop: asked between copies; True ends the run with an error.
         total_bytes: of the run.
         staging: makes the ring for a device where it is needed.
+
+    Attributes:
+        waited: a copy had to wait until its host memory was ready.
     """
 
     def __init__(
@@ -92,6 +99,7 @@ class Mover:
         self._staging: Staging | None = None
         self._send = self._send_out
         self._batch: _Batch | None = None
+        self.waited = False
 
     def out(self, parts: Iterable[Part]) -> None:
         """From the devices; returns when all of it is kept.
@@ -105,6 +113,7 @@ class Mover:
             if isinstance(part.place, InMemory):
                 for start, size, piece, at in self._spans(part, part.place):
                     self._check()
+                    self.waited = self.waited or not piece.ready.is_set()
                     piece.wait()
                     source = part.bytes[start : start + size]
                     if piece.pinned:
@@ -125,6 +134,7 @@ class Mover:
         self._send = self._send_back
         for part in parts:
             lane = self._lane(part.device)
+            lane.after(part.stream)
             if isinstance(part.place, InMemory):
                 for start, size, piece, at in self._spans(part, part.place):
                     self._check()
@@ -140,12 +150,20 @@ class Mover:
         self._finish()
 
     def close(self) -> None:
-        """Let go of the ring; waits for what is under way."""
-        if self._staging is not None:
-            self._staging.close()
-            self._staging = None
-        for lane in self._lanes.values():
-            lane.drain()
+        """Let go of the ring; waits for what is under way, also where some of that fails.
+
+        Raises:
+            BaseException: the first that was raised meanwhile; nothing is under way all the same.
+        """
+        staging, self._staging = self._staging, None
+        endings = [lane.drain for lane in self._lanes.values()]
+        if staging is not None:
+            endings = [staging.stop, *endings, staging.close]
+        errors: list[BaseException] = []
+        for end in endings:
+            _ended(end, errors)
+        if errors:
+            raise errors[0]
 
     # one part
 
@@ -219,6 +237,16 @@ class Mover:
             lane.drain()
 
 
+def _ended(end: Callable[[], None], errors: list[BaseException]) -> None:
+    """Have something end, an interrupt or not: a device may still write there."""
+    for _ in range(_TRIES):
+        try:
+            end()
+            break
+        except BaseException as error:
+            errors.append(error)
+
+
 class _Tracked:
     """A lane that never has more than so many bytes under way."""
 
@@ -248,14 +276,18 @@ class _Tracked:
             self._oldest()
         return mark
 
+    def after(self, stream: int) -> None:
+        self._lane.after(stream)
+
     def drain(self) -> None:
         self.mark()
         while self._under_way:
             self._oldest()
 
     def _oldest(self) -> None:
-        mark, size = self._under_way.popleft()
+        mark, size = self._under_way[0]
         mark.wait()
+        self._under_way.popleft()  # not before: an interrupted wait begins anew
         self._ahead -= size
         if size:
             self._tell(size)

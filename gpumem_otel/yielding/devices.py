@@ -45,6 +45,13 @@ class Lane(Protocol):
         """The moment after all that was asked since the last mark."""
         ...
 
+    def after(self, stream: int) -> None:
+        """What is asked from now on waits for the work that a stream (raw handle) has now.
+
+        A block is free for reuse in the order of its own stream alone: its last user may still run.
+        """
+        ...
+
 
 class Devices(Protocol):
     """See `CpuDevices`, which says what each of them does."""
@@ -176,18 +183,20 @@ class CudaDevices(CpuDevices):
         if streams is None:
             made = tuple(cuda.Stream(device) for _ in range(_STREAMS))
             streams = self._streams[device] = made
-        return _Streams(cuda, streams)
+        return _Streams(cuda, streams, lambda stream: self._stream(device, stream))
 
     @contextmanager
     def allocating(self, device: int, stream: int) -> Iterator[None]:
         """See `CpuDevices`."""
         cuda = self.torch.cuda
-        if stream:
-            external = cuda.ExternalStream(stream, device=device)
-        else:
-            external = cuda.default_stream(device)
-        with cuda.device(device), cuda.stream(external):
+        with cuda.device(device), cuda.stream(self._stream(device, stream)):
             yield
+
+    def _stream(self, device: int, stream: int) -> Any:
+        cuda = self.torch.cuda
+        if stream:
+            return cuda.ExternalStream(stream, device=device)
+        return cuda.default_stream(device)
 
     def empty_cache(self) -> None:
         """See `CpuDevices`."""
@@ -235,6 +244,9 @@ class _Immediate:
     def mark(self) -> Mark:
         return self
 
+    def after(self, stream: int) -> None:
+        """All work is done."""
+
     def wait(self) -> None:
         """Nothing is under way."""
 
@@ -242,9 +254,11 @@ class _Immediate:
 class _Streams:
     """A lane over several streams of ours, each in its turn from mark to mark."""
 
-    def __init__(self, cuda: Any, streams: tuple[Any, ...]) -> None:
+    def __init__(self, cuda: Any, streams: tuple[Any, ...], found: Callable[[int], Any]) -> None:
         self._cuda = cuda
         self._streams = streams
+        self._found = found
+        self._known: dict[int, Any] = {}
         self._turn = 0
 
     def copy(self, to: Any, source: Any) -> None:
@@ -260,6 +274,17 @@ class _Streams:
         event.record(self._streams[self._turn])
         self._turn = (self._turn + 1) % len(self._streams)
         return _EventMark(event)
+
+    def after(self, stream: int) -> None:
+        other = self._known.get(stream)
+        if other is None:
+            other = self._known[stream] = self._found(stream)
+        if other.query():  # as at any safe point: cheaper than an event
+            return
+        event = self._cuda.Event()
+        event.record(other)
+        for mine in self._streams:
+            mine.wait_event(event)
 
 
 class _EventMark:

@@ -11,6 +11,8 @@ import errno
 import fcntl
 import os
 import tempfile
+import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
@@ -24,6 +26,9 @@ DISK_BLOCK: Final = 4096
 """Offsets, lengths and addresses of direct transfers are multiples of it."""
 
 _MARGIN: Final = 256 << 20
+_IN_MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_known: Final[weakref.WeakSet[DiskFile]] = weakref.WeakSet()
+_hooked: Final[list[bool]] = []
 
 
 class DiskFile:
@@ -35,11 +40,16 @@ class DiskFile:
         margin_bytes: leave so much free for others.
 
     Raises:
-        YieldRefusedError: the folder can not be written, or has no such room.
+        YieldRefusedError: the folder can not be written, has no such room, or is memory itself.
     """
 
     def __init__(self, folder: str, size_bytes: int, margin_bytes: int = _MARGIN) -> None:
         try:
+            kind = _file_system(folder)
+            if kind in _IN_MEMORY:
+                raise YieldRefusedError(
+                    f"disk: {folder} is a {kind}: its files are host memory; give a folder on disk"
+                )
             status = os.statvfs(folder)
             free = status.f_bavail * status.f_frsize
             if free < size_bytes + margin_bytes:
@@ -50,6 +60,7 @@ class DiskFile:
             self._file = _unnamed(folder)
         except OSError as error:
             raise YieldRefusedError(f"disk: {folder}: {error}; give another folder") from error
+        _remember(self)
         self.size_bytes = size_bytes
         try:
             os.posix_fallocate(self._file, 0, max(size_bytes, 1))
@@ -114,6 +125,31 @@ class DiskFile:
         with contextlib.suppress(OSError):  # a file system in memory
             fcntl.fcntl(self._file, fcntl.F_SETFL, wanted)
             self._direct = on
+
+
+def _file_system(folder: str) -> str:
+    """What a folder lies on, "" where that is not known: `/proc/self/mountinfo`, see proc(5)."""
+    device = Path(folder).stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text(errors="replace").splitlines():
+            before, _, after = line.partition(" - ")
+            if before.split()[2:3] == [number]:
+                return after.split()[0]
+    return ""
+
+
+def _remember(file: DiskFile) -> None:
+    _known.add(file)
+    if not _hooked:
+        _hooked.append(True)
+        os.register_at_fork(after_in_child=_close_all)
+
+
+def _close_all() -> None:
+    """In a forked child, which would keep the room taken as long as it lives."""
+    for file in list(_known):
+        file.close()
 
 
 def _unnamed(folder: str) -> int:

@@ -61,7 +61,7 @@ def refusal(
     if not sys.executable:
         return "this Python has no executable that a helper process could be started with"
     if not _is_there(driver):
-        return "cuda-bindings is not installed; pip install 'gpumem-otel[driver]'"
+        return "cuda-bindings is not installed; pip install cuda-bindings nvidia-ml-py"
     if communicators:
         return (
             f"{communicators} NCCL communicator(s) live in this process, it would never come back;"

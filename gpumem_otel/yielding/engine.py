@@ -13,9 +13,10 @@ from __future__ import annotations
 import os
 import threading
 import uuid
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpumem_otel.core.yields import (
     Operation,
@@ -35,7 +36,7 @@ from gpumem_otel.yielding.phases import Phases
 from gpumem_otel.yielding.wording import asks_same, kind_of, less_of, line_of, way_on
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from gpumem_otel.core.counters import Counters
     from gpumem_otel.core.yields import PhaseTime, YieldStatus
@@ -48,6 +49,9 @@ _log = named_logger("gpumem_otel.yield")
 
 LEASE_WAIT_SECONDS = 10.0
 """How long a lease that ran out waits for device memory, each time that it tries."""
+
+_BY_THEMSELVES = frozenset({"SIGCONT", "signal"})
+"""Who asks for a restore and has nobody to ask again where the device is taken."""
 
 
 class YieldEngine:
@@ -80,6 +84,7 @@ class YieldEngine:
         self._last: dict[str, str] = {}
         self._yielded: YieldRequest | None = None
         self._evicted = False
+        self._closed = False
         self._pid = os.getpid()
 
     def watch(self, on_phase: PhaseEnded, on_operation: Callable[[Operation, int], object]) -> None:
@@ -110,7 +115,7 @@ class YieldEngine:
             known = self._same(request)
             if known is not None:
                 return known
-            operation = self._begin(request, who)
+            operation = self._begin(uuid.uuid4().hex, request, who)
         try:
             self._spawn(partial(self._run, operation.id, request))
         except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
@@ -121,15 +126,15 @@ class YieldEngine:
     def yield_(self, request: YieldRequest, who: str = "job") -> YieldReport:
         """Give memory back; returns once it is.
 
-        Called by the job's own thread this is the safe point itself. By another, it waits for one.
+        Called by the job's own thread (as long as none has reached a safe point, the main thread)
+        this is the safe point itself. By another, it waits for one.
 
         Raises:
             YieldRefusedError: it can not be, and everything is as it was.
             YieldFailedError: it ended in another state, which the message names.
         """
-        owner = self._parts.safe_points.owner
-        here = owner is None or owner is threading.current_thread()
-        return self._now(request, who, here=here)
+        job = self._parts.safe_points.owner or threading.main_thread()
+        return self._now(request, who, here=job is threading.current_thread())
 
     def restore(self, request: RestoreRequest | None = None, who: str = "job") -> YieldReport:
         """Take memory again; returns once it is there.
@@ -144,23 +149,29 @@ class YieldEngine:
         """The process ends, or uninstalls: nothing may be left that keeps it from it.
 
         What the driver holds is taken again in any case, since the process could not even end.
-        Tensors come back where a thread stands still for them. Never raises.
+        Tensors come back where a thread stands still for them; what the job's own thread gave back
+        by a call of its own stays away until it, or the lease, brings it back. Host memory is given
+        back once nothing is away. Never raises.
         """
         if self._pid != os.getpid():
             return
-        self._lease.stop()
         checkpoint = self._parts.checkpoint
         driver = checkpoint is not None and checkpoint.state in {"locked", "checkpointed"}
         parked = self.phases.parked
-        if not driver and (parked is None or parked.here):
-            return
-        try:
-            self.restore(RestoreRequest(wait_seconds=seconds), who="exit")
-        except Exception as error:
-            _log.warning("at the end of the process: %s", error)
-        if checkpoint is not None:
-            # the keeper goes on trying: what the interpreter frees at its end waits for the driver
-            checkpoint.close()
+        if driver or (parked is not None and not parked.here):
+            self._lease.stop()
+            try:
+                self.restore(RestoreRequest(wait_seconds=seconds), who="exit")
+            except Exception as error:
+                _log.warning("at the end of the process: %s", error)
+            if checkpoint is not None:
+                # the keeper goes on trying: what the interpreter frees at its end waits for the
+                # driver
+                checkpoint.close()
+        with self._lock:
+            self._closed = True
+            if self._running is None:
+                self._give_host_back()
 
     def after_fork_in_child(self) -> None:
         """A forked child holds nothing of its parent's memory; it must not speak to its keeper."""
@@ -170,15 +181,46 @@ class YieldEngine:
 
     # operations
 
-    def _now(self, request: YieldRequest | RestoreRequest, who: str, *, here: bool) -> YieldReport:
-        with self._lock:
-            known = self._same(request)
-            if known is not None and known.state is OperationState.RUNNING:
-                raise YieldRefusedError(f"{known.kind}: {known.id} does just that; wait for it")
-            if known is not None:
-                return known.report or YieldReport(operation=known.id, state=self._board.state)
-            operation = self._begin(request, who)
-        return self._run(operation.id, request, here=here)
+    def _now(
+        self,
+        request: YieldRequest | RestoreRequest,
+        who: str,
+        *,
+        here: bool,
+        unless: threading.Event | None = None,
+    ) -> YieldReport:
+        operation_id = uuid.uuid4().hex
+        with self._ended_after(operation_id, request):
+            with self._lock:
+                if unless is not None and unless.is_set():
+                    raise YieldRefusedError(f"{kind_of(request)}: asked by a lease that is over")
+                known = self._same(request)
+                if known is not None and known.state is OperationState.RUNNING:
+                    raise YieldRefusedError(f"{known.kind}: {known.id} does just that; wait for it")
+                if known is not None:
+                    return known.report or YieldReport(operation=known.id, state=self._board.state)
+                self._begin(operation_id, request, who)
+            return self._run(operation_id, request, here=here)
+
+    @contextmanager
+    def _ended_after(
+        self, operation_id: str, request: YieldRequest | RestoreRequest
+    ) -> Iterator[None]:
+        """Whatever is raised wherever: an operation never stays under way, nor the job parked."""
+        try:
+            yield
+        finally:
+            running = self._running
+            if running is not None and running[0] == operation_id:
+                left = ""
+                if isinstance(request, YieldRequest):
+                    self._lease.stop()
+                    left = self.phases.rollback()
+                reason = "" if self.phases.where() is YieldState.RUNNING else f"cut short; {left}"
+                self._end(
+                    operation_id, OperationState.FAILED, error="it was cut short", reason=reason
+                )
+                self.phases.let_interrupts_through()
 
     def _same(self, request: YieldRequest | RestoreRequest) -> Operation | None:
         """The operation that a command repeats; None where it is another."""
@@ -212,15 +254,18 @@ class YieldEngine:
         report = YieldReport(state=self._board.state, notes=("nothing was yielded",))
         return Operation(id="", kind=kind, state=OperationState.DONE, report=report)
 
-    def _begin(self, request: YieldRequest | RestoreRequest, who: str) -> Operation:
+    def _begin(
+        self, operation_id: str, request: YieldRequest | RestoreRequest, who: str
+    ) -> Operation:
         operation = Operation(
-            id=uuid.uuid4().hex, kind=kind_of(request), state=OperationState.RUNNING, who=who
+            id=operation_id, kind=kind_of(request), state=OperationState.RUNNING, who=who
         )
         self._running = (operation.id, request)
         self._board.put(operation)
         if isinstance(request, RestoreRequest):
             self._board.enter(YieldState.RESTORING, f"asked by {who}")
         elif not request.dry_run:
+            self._lease.stop()  # of whatever was yielded before
             self._yielded, self._evicted = request, False
             self._board.enter(YieldState.YIELDING, f"asked by {who}", reason="", lease_expiry_ns=0)
         return operation
@@ -228,9 +273,10 @@ class YieldEngine:
     def _run(
         self, operation_id: str, request: YieldRequest | RestoreRequest, *, here: bool = False
     ) -> YieldReport:
-        if isinstance(request, RestoreRequest):
-            return self._run_restore(operation_id, request)
-        return self._run_yield(operation_id, request, here=here)
+        with self._ended_after(operation_id, request):
+            if isinstance(request, RestoreRequest):
+                return self._run_restore(operation_id, request)
+            return self._run_yield(operation_id, request, here=here)
 
     def _run_yield(self, operation_id: str, request: YieldRequest, *, here: bool) -> YieldReport:
         began = False
@@ -244,11 +290,17 @@ class YieldEngine:
             began = True
             self.phases.release()
             self.phases.checkpoint()
+            report = self._report(operation_id, YieldState.YIELDED)
+            self._parts.safe_points.speaks(self.phases.parked)
+            lease = request.lease_seconds
+            expiry = 0 if lease is None else self._clock.time_ns() + round(lease * 1e9)
+            if lease is not None:  # before it has ended: a restore that is quicker stops it
+                self._lease.start(lease)
         except BaseException as error:
-            raise self._undone(operation_id, error, began=began) from error
-        lease = request.lease_seconds
-        expiry = 0 if lease is None else self._clock.time_ns() + round(lease * 1e9)
-        report = self._report(operation_id, YieldState.YIELDED)
+            raised = self._undone(operation_id, error, began=began)
+            if raised is error:
+                raise
+            raise raised from error
         self._end(
             operation_id,
             OperationState.DONE,
@@ -256,15 +308,18 @@ class YieldEngine:
             residual_bytes=MappingProxyType(dict(self.phases.residual)),
             lease_expiry_ns=expiry,
         )
-        if lease is not None:
-            self._lease.start(lease)
         return report
 
     def _undone(self, operation_id: str, error: BaseException, *, began: bool) -> BaseException:
         """Undo a yield, and what to raise for it."""
+        self._lease.stop()
         left = self.phases.rollback()
         state = self.phases.where()
         message = line_of("yield", error)
+        if self.phases.zeroed:
+            message += f"; contents of {', '.join(self.phases.zeroed)} were thrown away already"
+        if state is YieldState.RUNNING and self.phases.zeroed:
+            return self._undone_but_zeros(operation_id, error, message)
         if state is YieldState.RUNNING:
             outcome = OperationState.FAILED if began else OperationState.REFUSED
             self._end(operation_id, outcome, error=message)
@@ -272,12 +327,30 @@ class YieldEngine:
                 return error
             return YieldRefusedError(f"{message}; undone, the job goes on as before")
         reason = f"{message}; and undoing it: {left or 'not possible'}"
+        if state is YieldState.YIELDED:
+            self._try_again()
         self._end(operation_id, OperationState.FAILED, error=reason, reason=reason)
         self.phases.let_interrupts_through()
         self._evict(reason)
-        if state is YieldState.YIELDED:
-            self._lease.start(FIRST_BACK_OFF_SECONDS)
         return YieldFailedError(f"{reason}; the state is {state.value}, {way_on(state)}")
+
+    def _undone_but_zeros(
+        self, operation_id: str, error: BaseException, message: str
+    ) -> BaseException:
+        """The job goes on, and not as before: it has to be told, whoever asked for the yield."""
+        message += " and are zeros now"
+        self._end(operation_id, OperationState.FAILED, error=message, reason=message)
+        self._evict(message)
+        if not isinstance(error, Exception):
+            return error
+        return YieldFailedError(f"{message}; all else is as before, the state is running")
+
+    def _try_again(self) -> None:
+        """Nobody else would bring the memory back once there is room."""
+        try:
+            self._lease.start(FIRST_BACK_OFF_SECONDS)
+        except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
+            _log.warning("a restore is not tried again: %s", error)
 
     def _run_restore(self, operation_id: str, request: RestoreRequest) -> YieldReport:
         phases, offload = self.phases, self._parts.offload
@@ -294,8 +367,12 @@ class YieldEngine:
                 interrupt = error
                 self._bring_back(request)
         except BaseException as error:
-            raise self._not_restored(operation_id, error) from error
-        phases.finish()
+            raised = self._not_restored(operation_id, error)
+            if raised is error:
+                raise
+            raise raised from error
+        later = self._finish()
+        interrupt = interrupt or later
         state = phases.where()
         if state is YieldState.YIELDED:
             away = ", ".join(sorted({**offload.held_bytes, **offload.discarded_bytes}))
@@ -314,14 +391,7 @@ class YieldEngine:
             checksums=phases.checksums,
             notes=tuple(phases.notes),
         )
-        back: dict[str, Any] = {"lease_expiry_ns": 0, "residual_bytes": MappingProxyType({})}
-        self._end(
-            operation_id,
-            OperationState.DONE,
-            report=report,
-            reason="",
-            **(back if state is YieldState.RUNNING else {}),
-        )
+        self._end(operation_id, OperationState.DONE, report=report, reason="")
         if interrupt is not None:
             raise interrupt
         return report
@@ -333,8 +403,14 @@ class YieldEngine:
 
     def _not_restored(self, operation_id: str, error: BaseException) -> BaseException:
         """A restore that did not come to its end, and what to raise for it."""
-        self.phases.finish()  # where everything is back all the same
+        interrupt = self._finish()  # where everything is back all the same
         state = self.phases.where()
+        operation = self._board.operation(operation_id)
+        who = "" if operation is None else operation.who
+        if state is YieldState.RUNNING:
+            self._lease.stop()
+        elif state is YieldState.YIELDED and who in _BY_THEMSELVES:
+            self._try_again()
         message = line_of("restore", error)
         refused = isinstance(error, YieldRefusedError)
         outcome = OperationState.REFUSED if refused else OperationState.FAILED
@@ -343,6 +419,8 @@ class YieldEngine:
         if state is not YieldState.RUNNING:
             self.phases.let_interrupts_through()
             self._evict(message)
+        if interrupt is not None:
+            return interrupt
         if refused or not isinstance(error, Exception):
             return error
         return YieldFailedError(f"{message}; the state is {state.value}, {way_on(state)}")
@@ -362,12 +440,16 @@ class YieldEngine:
         """
         operation = self._board.operation(operation_id)
         offload = self._parts.offload
+        ended: Operation | None = None
         with self._lock:
-            self._running = None
+            if self._closed:
+                self._give_host_back()
             state = self.phases.where()
+            if state is YieldState.RUNNING:  # however it came to that
+                changes |= {"lease_expiry_ns": 0, "residual_bytes": MappingProxyType({})}
             if operation is not None:
                 self._last[operation.kind] = operation_id
-                self._board.end(
+                ended = self._board.end(
                     operation,
                     outcome,
                     state,
@@ -376,7 +458,26 @@ class YieldEngine:
                     moved_bytes=sum(offload.held_bytes.values()),
                     **changes,
                 )
-        self.phases.let_go()
+            self.phases.let_go()
+            self._running = None  # last: what is interrupted before is done again
+        if ended is not None:
+            self._board.tell(ended)
+
+    def _finish(self) -> BaseException | None:
+        """Tell the callbacks; what interrupted that, for the operation comes to its end first."""
+        try:
+            self.phases.finish()
+        except BaseException as error:
+            return error
+        return None
+
+    def _give_host_back(self) -> None:
+        if self.phases.where() is not YieldState.RUNNING:
+            return
+        try:
+            self._parts.offload.close()
+        except Exception:
+            _log.warning("host memory could not be given back", exc_info=True)
 
     def _report(self, operation_id: str, state: YieldState) -> YieldReport:
         phases, plan = self.phases, self.phases.plan
@@ -407,10 +508,11 @@ class YieldEngine:
 
     # by itself
 
-    def _lease_ended(self) -> bool:
+    def _lease_ended(self, stopped: threading.Event) -> bool:
         """Whether nothing more is to be done."""
+        request = RestoreRequest(wait_seconds=LEASE_WAIT_SECONDS)
         try:
-            self.restore(RestoreRequest(wait_seconds=LEASE_WAIT_SECONDS), who="lease")
+            self._now(request, "lease", here=False, unless=stopped)
         except YieldRefusedError as error:
             _log.info("the lease has ended: %s", error)
         except Exception as error:
@@ -430,10 +532,18 @@ class YieldEngine:
         self.phases.cancel.set()
         self._spawn(self._restore_for_interrupt)
 
-    def _restore_for_interrupt(self) -> object:
-        while self._running is not None:
-            self.wait(self.status.version, 1.0)
-        return self.restore(who="signal") if self._board.state is YieldState.YIELDED else None
+    def _restore_for_interrupt(self) -> None:
+        while (status := self._board.status).state not in {YieldState.RUNNING, YieldState.FAILED}:
+            if self._running is not None:
+                self.wait(status.version, 1.0)
+                continue
+            try:
+                self.restore(who="signal")
+            except YieldRefusedError as error:
+                parked = self.phases.parked
+                if parked is None or parked.stuck:
+                    _log.warning("after an interrupt: %s", error)
+                    return  # the lease goes on
 
     def _evict(self, reason: str) -> None:
         """Tell the job, once for each yield, that its memory is not back when it should be."""

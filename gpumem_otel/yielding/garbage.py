@@ -16,20 +16,25 @@ class HeldGarbage:
 
     Objects made meanwhile are collected as ever; none of them can be a tensor on a device. Where
     the job keeps objects from being collected itself (`gc.freeze`), nothing is done, since they
-    could not be told apart afterwards: a lease is the way out then.
+    could not be told apart afterwards: a lease is the way out then. Where it does so meanwhile (a
+    server before it forks), all stays as it asked for.
     """
 
     def __init__(self) -> None:
         self._held = False
+        self._count = 0
 
     def hold(self) -> None:
-        """Takes microseconds, whatever there is."""
+        """Takes some milliseconds for a million objects: they are counted."""
         if not self._held and not gc.get_freeze_count():
             gc.freeze()
             self._held = True
+            self._count = gc.get_freeze_count()
 
     def let_go(self) -> None:
         """To the collector again, as objects that have been there for long."""
         if self._held:
             self._held = False
-            gc.unfreeze()
+            # it can only become less by itself: more of them were added by the job
+            if gc.get_freeze_count() <= self._count:
+                gc.unfreeze()

@@ -27,6 +27,7 @@ class Group:
     Attributes:
         name: its path, for messages.
         limit: `memory.max` or `memory.limit_in_bytes`.
+        high: `memory.high`, from which on the kernel slows a process down to a crawl.
         usage: `memory.current` or `memory.usage_in_bytes`.
         stat: `memory.stat`.
     """
@@ -35,6 +36,7 @@ class Group:
     limit: str
     usage: str
     stat: str = ""
+    high: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +68,10 @@ def room(meminfo: str, groups: Iterable[Group], margin_bytes: int | None = None)
         free, total = fields["MemAvailable"] * 1024, fields.get("MemTotal", 0) * 1024
         found.append(HostRoom(free - _margin(total, margin_bytes), "the machine"))
     for group in groups:
-        limit = _number(group.limit)
+        limits = [_number(text) for text in (group.limit, group.high)]
+        limit = min((one for one in limits if one is not None), default=_UNLIMITED)
         usage = _number(group.usage)
-        if limit is None or usage is None or limit >= _UNLIMITED:
+        if usage is None or limit >= _UNLIMITED:
             continue
         stat = _fields(group.stat)
         idle = stat.get("total_inactive_file", stat.get("inactive_file", 0))
@@ -111,9 +114,10 @@ def _groups(base: Path) -> list[Group]:
             limit = _read(folder / names[0])
             if limit:
                 name = "/" + "/".join(parts[:depth])
-                stat = _read(folder / "memory.stat")
-                group = Group(name, limit, _read(folder / names[1]), stat)
-                found[str(folder)] = group
+                usage, stat, high = (
+                    _read(folder / file) for file in (names[1], "memory.stat", "memory.high")
+                )
+                found[str(folder)] = Group(name, limit, usage, stat, high)
     return list(found.values())
 
 

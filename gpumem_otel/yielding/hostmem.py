@@ -7,7 +7,9 @@ space), in each thread one after the other likewise: 17 against 9 GiB/s for a fi
 What is pinned stays so between yields, up to a limit, until it is given back. Where the driver
 refuses to pin, a piece stays pageable and the pool says so.
 
-Pieces are kept out of forked children (`MADV_DONTFORK`): a child would copy every page of it.
+Pieces are kept out of forked children (`MADV_DONTFORK`): a child would copy every page of it. There
+other memory may lie where they were, so that a child unmaps nothing: the maps are made with mmap(2)
+itself and have no owner in Python that would unmap them when it is collected.
 """
 
 from __future__ import annotations
@@ -17,15 +19,14 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import threading
-from typing import TYPE_CHECKING, Any, Final, Protocol
+import weakref
+from typing import Any, Final, Protocol
 
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.workers import Workers
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["HostPool", "Piece", "Registrar", "threads_of_process"]
 
@@ -39,7 +40,10 @@ _POPULATE_WRITE: Final = 23
 """`MADV_POPULATE_WRITE` of Linux 5.14 (include/uapi/asm-generic/mman-common.h)."""
 _POPULATE_BYTES: Final = 8 << 20
 """In one call: it holds the lock of the address space, which registering wants too."""
-_libc: Final[list[Any]] = []
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_loaded: Final[list[Any]] = []
+_known: Final[weakref.WeakSet[HostPool]] = weakref.WeakSet()
+_hooked: Final[list[bool]] = []
 
 
 class Registrar(Protocol):
@@ -67,18 +71,47 @@ def threads_of_process() -> int:
     return max(1, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
 
 
+def _libc() -> Any:
+    """The C library, which lets go of the interpreter lock."""
+    if not _loaded:
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        _loaded.append(libc)
+    return _loaded[0]
+
+
+def _range(address: int, size_bytes: int) -> tuple[ctypes.c_void_p, ctypes.c_size_t]:
+    return ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)
+
+
+def _map(size_bytes: int) -> int:
+    """Address of an anonymous map.
+
+    Raises:
+        OSError: there is no address space for it.
+    """
+    found: int | None = _libc().mmap(
+        *_range(0, size_bytes), mmap.PROT_READ | mmap.PROT_WRITE,
+        mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, ctypes.c_long(0),
+    )  # fmt: skip
+    if found is None or found == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        # a kernel without it: slower, or a larger child
+        if hasattr(mmap, advice):
+            _libc().madvise(*_range(found, size_bytes), getattr(mmap, advice))
+    return found
+
+
 def _populate(address: int, size_bytes: int) -> None:
     """Have the kernel back a range with memory, without the interpreter lock.
 
     Raises:
         MemoryError: the kernel has none left.
     """
-    if not _libc:
-        _libc.append(ctypes.CDLL(None, use_errno=True))
     for at in range(0, size_bytes, _POPULATE_BYTES):
         length = min(_POPULATE_BYTES, size_bytes - at)
-        range_ = ctypes.c_void_p(address + at), ctypes.c_size_t(length)
-        if _libc[0].madvise(*range_, _POPULATE_WRITE):
+        if _libc().madvise(*_range(address + at, length), _POPULATE_WRITE):
             if ctypes.get_errno() == 12:  # ENOMEM  # noqa: PLR2004
                 raise MemoryError
             ctypes.memset(address + at, 0, length)  # an older kernel
@@ -91,6 +124,7 @@ class Piece:
         start: where it lies in the pool's one line of bytes.
         size_bytes: of it.
         pinned: whether the driver copies from it directly.
+        device: whose context pinned it.
         bytes: a tensor over it.
     """
 
@@ -98,24 +132,20 @@ class Piece:
         self.start = start
         self.size_bytes = size_bytes
         self.pinned = False
+        self.device = 0
         self.error: BaseException | None = None
         self._registrar = registrar
-        self._map = mmap.mmap(
-            -1, size_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        )
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-            # a kernel without it: slower, or a larger child
-            with contextlib.suppress(AttributeError, OSError):
-                self._map.madvise(getattr(mmap, advice))
-        held = ctypes.c_char.from_buffer(self._map)
-        self.address = -(-ctypes.addressof(held) // _HUGE_PAGE) * _HUGE_PAGE
-        del held
+        self._pid = os.getpid()
+        self._mapped_bytes = size_bytes + _HUGE_PAGE
+        self._mapped = _map(self._mapped_bytes)
+        self.address = -(-self._mapped // _HUGE_PAGE) * _HUGE_PAGE
         self.bytes: Any = registrar.host_bytes(self.address, size_bytes)
         self.ready = threading.Event()
         """Touched, and pinned where that was to be; or it never will be."""
 
     def pin(self, device: int) -> str:
         """Register it with the driver; "" where that is done, else why not."""
+        self.device = device
         try:
             why = self._registrar.register(self.address, self.size_bytes, device)
         except Exception as error:
@@ -137,16 +167,21 @@ class Piece:
             ) from self.error
 
     def close(self) -> None:
-        """Unpin and unmap; nothing is under way in it."""
+        """Unpin and unmap; nothing is under way in it. Does nothing in a forked child."""
         self.bytes = None
+        mapped, self._mapped = self._mapped, 0
+        if not mapped or os.getpid() != self._pid:
+            return
         if self.pinned:
             self.pinned = False
             self._registrar.unregister(self.address)
-        self._map.close()
+        _libc().munmap(*_range(mapped, self._mapped_bytes))
 
 
 class HostPool:
     """Pieces in one line, which grows at its end and is kept between yields.
+
+    A pool that nobody refers to any more gives back what it has, on a thread of its own.
 
     Args:
         registrar: pins memory.
@@ -154,8 +189,6 @@ class HostPool:
         threads: that touch; None for one per CPU of this process, at most 16.
         pin_threads: that register.
         pinned_limit_bytes: pin at most so much; None for as much as the driver lets.
-        bind: called by each of the threads first with the device: a place for binding to the NUMA
-            node of a device.
     """
 
     def __init__(
@@ -166,12 +199,10 @@ class HostPool:
         threads: int | None = None,
         pin_threads: int = 4,
         pinned_limit_bytes: int | None = None,
-        bind: Callable[[int], None] | None = None,
     ) -> None:
         self._registrar = registrar
         self._piece_bytes = max(_rounded(piece_bytes, _PAGE), _PAGE)
         self._limit = pinned_limit_bytes
-        self._bind = bind
         self._device = 0
         self._touchers = Workers(threads or threads_of_process(), "gpumem-touch", self._first)
         self._pinners = Workers(pin_threads, "gpumem-pin", self._first)
@@ -182,6 +213,8 @@ class HostPool:
         self._untouched = 0
         self._touched: list[Piece] = []
         self.why_pageable = ""
+        _remember(self)
+        weakref.finalize(self, _give_back_left, registrar, self._pieces).atexit = False
 
     @property
     def capacity_bytes(self) -> int:
@@ -216,7 +249,7 @@ class HostPool:
                 piece = Piece(at, min(left, self._piece_bytes), self._registrar)
                 fresh.append(piece)
                 at, left = at + piece.size_bytes, left - piece.size_bytes
-        except (OSError, ValueError, OverflowError) as error:
+        except OSError as error:
             for piece in fresh:
                 piece.close()
             raise YieldRefusedError(f"host memory: {left} bytes can not be mapped: {error}") from (
@@ -261,25 +294,32 @@ class HostPool:
         return self._cut(keep)
 
     def _cut(self, keep: int) -> int:
-        gone, self._pieces = self._pieces[keep:], self._pieces[:keep]
-        self._starts = self._starts[:keep]
-        for piece in gone:
-            self._pinners.do(lambda piece=piece: _close(piece))  # type: ignore[misc]
+        gone = self._pieces[keep:]
+        del self._pieces[keep:], self._starts[keep:]
+        # where no thread can be started the interpreter ends, and the process takes all of it along
+        with contextlib.suppress(RuntimeError):
+            for piece in gone:
+                self._pinners.do(lambda piece=piece: _close(piece))  # type: ignore[misc]
         self._pinners.finish()
         self._asked_bytes = self.pinned_bytes
         if not self._pieces:
             self.why_pageable = ""
         return sum(piece.size_bytes for piece in gone)
 
+    def _forget(self) -> None:
+        """In a forked child: what there is belongs to the parent, and so do the threads."""
+        self._pieces.clear()
+        self._starts.clear()
+        self._lock = threading.Lock()
+        self._touchers, self._pinners = self._touchers.anew(), self._pinners.anew()
+        self._asked_bytes = self._untouched = 0
+        self._touched = []
+        self.why_pageable = ""
+
     # on the threads
 
     def _first(self) -> None:
-        try:
-            self._registrar.use(self._device)
-            if self._bind is not None:
-                self._bind(self._device)
-        except Exception:
-            _log.warning("a thread that pins host memory is not bound", exc_info=True)
+        self._registrar.use(self._device)
 
     def _touch(self, piece: Piece) -> None:
         try:
@@ -294,8 +334,14 @@ class HostPool:
             if self._untouched:
                 return
             touched, self._touched = self._touched, []
-        for one in sorted(touched, key=lambda piece: piece.start):
-            self._pinners.do(lambda one=one: self._pin(one))  # type: ignore[misc]
+        touched.sort(key=lambda piece: piece.start)
+        try:
+            for one in touched:
+                self._pinners.do(lambda one=one: self._pin(one))  # type: ignore[misc]
+        except RuntimeError as error:  # no thread can be started: somebody waits for them
+            for one in touched:
+                one.error = error
+                one.ready.set()
 
     def _pin(self, piece: Piece) -> None:
         with self._lock:
@@ -313,6 +359,35 @@ class HostPool:
             if first:
                 _log.warning("host memory stays pageable from here on, and slower: %s", why)
         piece.ready.set()
+
+
+def _give_back_left(registrar: Registrar, pieces: list[Piece]) -> None:
+    """Of a pool that was collected, on whichever thread and at whichever moment.
+
+    Not there: unpinning wants a thread that works for the device. Where the interpreter ends,
+    nothing is unpinned, for CUDA may be gone; the process takes it all along.
+    """
+
+    def give_back() -> None:
+        for piece in pieces:
+            registrar.use(piece.device)
+            _close(piece)
+
+    if pieces and not sys.is_finalizing():
+        with contextlib.suppress(RuntimeError):  # no thread can be started: it stays as it is
+            threading.Thread(target=give_back, name="gpumem-unpin", daemon=True).start()
+
+
+def _remember(pool: HostPool) -> None:
+    _known.add(pool)
+    if not _hooked:
+        _hooked.append(True)
+        os.register_at_fork(after_in_child=_forget_all)
+
+
+def _forget_all() -> None:
+    for pool in list(_known):
+        pool._forget()  # noqa: SLF001 - of this module
 
 
 def _close(piece: Piece) -> None:

@@ -129,7 +129,7 @@ class KeeperLink:
             )
         except OSError as error:
             self._errors.close()
-            raise KeeperError(f"{settings.python}: {error}") from error
+            raise KeeperError(f"its helper process could not be started: {error}") from error
 
     @property
     def alive(self) -> bool:

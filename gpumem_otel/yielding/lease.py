@@ -20,11 +20,12 @@ class Lease:
     """One daemon thread while a lease runs.
 
     Args:
-        restore: tries to bring the memory back; whether no more is to be done. Must not raise.
+        restore: tries to bring the memory back, unless the event that it is given is set (the lease
+            was stopped); whether no more is to be done. Must not raise.
         clock: time.
     """
 
-    def __init__(self, restore: Callable[[], bool], clock: Clock) -> None:
+    def __init__(self, restore: Callable[[threading.Event], bool], clock: Clock) -> None:
         self._restore = restore
         self._clock = clock
         self._ends = threading.Event()
@@ -44,6 +45,6 @@ class Lease:
     def _run(self, ends: threading.Event, seconds: float) -> None:
         back_off = FIRST_BACK_OFF_SECONDS
         while not self._clock.wait(ends, seconds):
-            if self._restore():
+            if self._restore(ends):
                 return
             seconds, back_off = back_off, min(back_off * 2, MOST_BACK_OFF_SECONDS)

@@ -8,6 +8,9 @@ UUID from the look at what is free until all of it is allocated.
 Every process has one file there, which it keeps locked as long as it lives: a file that can be
 locked is of a process that is gone, also where that had another PID namespace. A forked child
 closes what it inherited, so that it does not speak for its parent.
+
+No lock is waited for without end, since whoever holds it may have been stopped (SIGSTOP). Giving
+up what was reserved needs none: who looks at that moment counts it once more, or twice.
 """
 
 from __future__ import annotations
@@ -18,10 +21,13 @@ import os
 import secrets
 import time
 import weakref
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from gpumem_otel.core.text import human_bytes
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.folders import opened
+from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,6 +39,10 @@ __all__ = ["DeviceLedger", "HostLedger"]
 _ENTRY: Final = "host-"
 _LOCK: Final = "lock"
 _TICK_SECONDS: Final = 0.05
+_LOCK_SECONDS: Final = 5.0
+_LOCK_TICK_SECONDS: Final = 0.002
+"""The lock of host memory is held for a millisecond or so."""
+_log = named_logger("gpumem_otel.yielding")
 _known: Final[weakref.WeakSet[HostLedger]] = weakref.WeakSet()
 _hooked: Final[list[bool]] = []
 
@@ -44,15 +54,26 @@ class HostLedger:
         folder: shared by the processes of one user; made where it is not there.
         room: what is free for this process now, see `hostlimits`.
         limit_bytes: all of them together may hold so much; None for no such limit.
+        monotonic: seconds of a clock that never goes back.
+        sleep: waits so many seconds.
     """
 
     def __init__(
-        self, folder: str, room: Callable[[], HostRoom], *, limit_bytes: int | None = None
+        self,
+        folder: str,
+        room: Callable[[], HostRoom],
+        *,
+        limit_bytes: int | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._folder = folder
         self._room = room
         self._limit = limit_bytes
+        self._monotonic = monotonic
+        self._sleep = sleep
         self._entry = -1
+        self._closer: weakref.finalize[[int], HostLedger] | None = None
         self._name = ""
         self._held = self._pending = 0
         self._pid = 0
@@ -62,24 +83,33 @@ class HostLedger:
         """Reserved by this process, touched or not."""
         return self._held
 
-    def reserve(self, size_bytes: int, *, at_least: int | None = None) -> int:
+    def reserve(
+        self,
+        size_bytes: int,
+        *,
+        at_least: int | None = None,
+        wait_seconds: float | None = None,
+    ) -> int:
         """Take so much more, or the part that there is.
 
         Args:
             size_bytes: wanted.
             at_least: less than this is of no use; None for all of it.
+            wait_seconds: for other processes that reserve; five seconds at most, and for None.
 
         Returns:
             What was reserved.
 
         Raises:
-            YieldRefusedError: there is not enough, or the folder can not be used.
+            YieldRefusedError: there is not enough, or the folder can not be used, or another
+                process does not let go of its lock.
         """
         least = size_bytes if at_least is None else at_least
+        patience = _LOCK_SECONDS if wait_seconds is None else min(wait_seconds, _LOCK_SECONDS)
         if size_bytes <= 0:
             return 0
         try:
-            with self._locked() as folder:
+            with self._locked(patience) as folder:
                 held, pending = self._others(folder)
                 found = self._room()
                 free, by = found.free_bytes - pending - self._pending, found.by
@@ -89,10 +119,12 @@ class HostLedger:
                 granted = min(size_bytes, free)
                 if granted < least:
                     raise YieldRefusedError(
-                        f"host memory: {_gib(size_bytes)} are needed and {_gib(free)} can be taken "
-                        f"({by}, other yields: {_gib(held)}); yield less or allow a disk_dir"
+                        f"host memory: {human_bytes(size_bytes)} are needed and "
+                        f"{human_bytes(free)} can be taken ({by}, other yields: "
+                        f"{human_bytes(held)}); yield less or allow a disk_dir"
                     )
-                self._write(folder, self._held + granted, self._pending + granted)
+                self._enter(folder)
+                self._write(self._held + granted, self._pending + granted)
         except OSError as error:
             raise YieldRefusedError(f"ledger: {self._folder}: {error}") from error
         return granted
@@ -107,23 +139,43 @@ class HostLedger:
 
     def close(self) -> None:
         """Give all of it up."""
-        if self._entry >= 0 and self._pid == os.getpid():
-            with contextlib.suppress(OSError), self._locked() as folder:
+        if self._is_ours():
+            with (
+                contextlib.suppress(OSError, YieldRefusedError),
+                opened(self._folder, "ledger", YieldRefusedError) as folder,
+            ):
                 os.unlink(self._name, dir_fd=folder)
         self._forget()
 
+    def _is_ours(self) -> bool:
+        return self._entry >= 0 and self._pid == os.getpid()
+
     def _update(self, held: int, pending: int) -> None:
-        if self._entry < 0 and not held:
-            return
-        with contextlib.suppress(OSError), self._locked() as folder:
-            self._write(folder, held, pending)
+        """What is undone must not fail; others then count on less than there is."""
+        try:
+            if self._is_ours():
+                self._write(held, pending)
+            elif held:
+                with self._locked(_LOCK_SECONDS) as folder:
+                    self._enter(folder)
+                    self._write(held, pending)
+        except (OSError, YieldRefusedError):
+            _log.warning("what is held in host memory could not be written down", exc_info=True)
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[int]:
+    def _locked(self, wait_seconds: float) -> Iterator[int]:
         with opened(self._folder, "ledger", YieldRefusedError, make=True) as folder:
             lock = _open(_LOCK, folder)
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                end = self._monotonic() + wait_seconds
+                while not _locks(lock):
+                    left = end - self._monotonic()
+                    if left <= 0:
+                        raise YieldRefusedError(
+                            f"host memory: {_holder(lock)} has held the lock of {self._folder} for "
+                            f"{wait_seconds:g} s; let it go on (SIGCONT) or end it, and try again"
+                        )
+                    self._sleep(min(left, _LOCK_TICK_SECONDS))
                 yield folder
             finally:
                 os.close(lock)
@@ -139,35 +191,42 @@ class HostLedger:
             except OSError:
                 continue
             try:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
+                if not _locks(file):
                     numbers = os.pread(file, 100, 0).split()
                     held += int(numbers[0])
                     pending += int(numbers[1])
                 else:
-                    os.unlink(name, dir_fd=folder)
+                    with contextlib.suppress(FileNotFoundError):  # it has just given all of it up
+                        os.unlink(name, dir_fd=folder)
             except (ValueError, IndexError):
                 continue
             finally:
                 os.close(file)
         return held, pending
 
-    def _write(self, folder: int, held: int, pending: int) -> None:
-        """Under the lock, so that nobody reads half of it."""
-        if self._entry < 0 or self._pid != os.getpid():
-            self._forget()
-            self._pid = os.getpid()
-            self._name = f"{_ENTRY}{self._pid}-{secrets.token_hex(4)}"
-            self._entry = _open(self._name, folder)
-            fcntl.flock(self._entry, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remember(self)
+    def _enter(self, folder: int) -> None:
+        """Have a file, made under the lock: nobody finds it before it is locked itself."""
+        if self._is_ours():
+            return
+        self._forget()
+        self._pid = os.getpid()
+        self._name = f"{_ENTRY}{self._pid}-{secrets.token_hex(4)}"
+        self._entry = _open(self._name, folder)
+        # collected without `close`: what is locked no longer is of a process that is gone
+        self._closer = weakref.finalize(self, os.close, self._entry)
+        self._closer.atexit = False
+        fcntl.flock(self._entry, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _remember(self)
+
+    def _write(self, held: int, pending: int) -> None:
+        """In one call, within a page: nobody reads half of it."""
         os.pwrite(self._entry, f"{held} {pending}\n".ljust(64).encode(), 0)
         self._held, self._pending = held, pending
 
     def _forget(self) -> None:
-        if self._entry >= 0:
-            os.close(self._entry)
+        closer, self._closer = self._closer, None
+        if closer is not None:
+            closer()
         self._entry, self._name = -1, ""
         self._held = self._pending = 0
 
@@ -211,36 +270,36 @@ class DeviceLedger:
             stop: True ends the wait.
 
         Raises:
-            YieldRefusedError: there is no room; says how much is missing.
+            YieldRefusedError: there is no room; says how much is missing, or who holds the lock.
         """
         end = self._monotonic() + wait_seconds
-        missing = size_bytes
         while True:
-            with self._try(f"gpu-{uuid}") as mine:
-                if mine:
+            with self._try(f"gpu-{uuid}") as holder:
+                if not holder:
                     missing = size_bytes - free()
                     if missing <= 0:
                         yield
                         return
             left = end - self._monotonic()
+            if (left <= 0 or stop()) and holder:
+                raise YieldRefusedError(
+                    f"device {uuid}: {holder} restores there, or was stopped while it did; restore "
+                    "again once it is through: the host copy stays"
+                )
             if left <= 0 or stop():
                 raise YieldRefusedError(
-                    f"device {uuid}: {_gib(max(missing, 0))} of {_gib(size_bytes)} are missing; "
-                    "free them and restore again: the host copy stays"
+                    f"device {uuid}: {human_bytes(missing)} of {human_bytes(size_bytes)} are "
+                    "missing; free them and restore again: the host copy stays"
                 )
             self._sleep(min(left, _TICK_SECONDS))
 
     @contextlib.contextmanager
-    def _try(self, name: str) -> Iterator[bool]:
+    def _try(self, name: str) -> Iterator[str]:
+        """Who holds the lock; "" for this process."""
         with opened(self._folder, "ledger", YieldRefusedError, make=True) as folder:
             file = _open(name, folder)
         try:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-            else:
-                yield True
+            yield "" if _locks(file) else _holder(file)
         finally:
             os.close(file)
 
@@ -248,6 +307,26 @@ class DeviceLedger:
 def _open(name: str, folder: int) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(name, flags, 0o600, dir_fd=folder)
+
+
+def _locks(file: int) -> bool:
+    """Take its lock; False where another has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _holder(file: int) -> str:
+    """Who has the lock of a file, for people; by `/proc/locks`, see proc(5)."""
+    inode = f":{os.fstat(file).st_ino}"
+    with contextlib.suppress(OSError, IndexError):
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            fields = line.split()  # 1: FLOCK ADVISORY WRITE 1234 fe:00:5678 0 EOF
+            if fields[1] == "FLOCK" and fields[5].endswith(inode):
+                return f"another process (PID {fields[4]})"
+    return "another process"
 
 
 def _remember(ledger: HostLedger) -> None:
@@ -260,7 +339,3 @@ def _remember(ledger: HostLedger) -> None:
 def _forget_all() -> None:
     for ledger in list(_known):
         ledger._forget()  # noqa: SLF001 - of this module
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 30):.2f} GiB"

@@ -13,7 +13,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.core.yields import Phase, PhaseTime
@@ -40,11 +41,14 @@ if TYPE_CHECKING:
     from gpumem_otel.yielding.devices import Devices
     from gpumem_otel.yielding.hostmem import HostPool
     from gpumem_otel.yielding.ledger import DeviceLedger, HostLedger
+    from gpumem_otel.yielding.seams import Moves
 
 __all__ = ["Offload"]
 
 _log = named_logger("gpumem_otel.yielding")
 
+_MEASURED_BYTES: Final = 64 << 20
+"""A smaller copy says nothing about the speed of a large one."""
 _DEVICE_SLACK: Final = 64 << 20
 """The allocator reserves whole segments: asked for beside the blocks themselves."""
 
@@ -61,10 +65,12 @@ class Offload:
         gpus: the locks of the GPUs.
         keep_bytes: host memory to keep pinned between yields, at most; None for all.
         staging: makes a ring of buffers for a device.
+        moves: told what was moved.
         monotonic: seconds of a clock that never goes back.
 
     Attributes:
         notes: what a person should know of the last yield and its restore.
+        zeroed: classes that `free` had thrown away already when it had to undo itself.
     """
 
     def __init__(
@@ -76,6 +82,7 @@ class Offload:
         *,
         keep_bytes: int | None = None,
         staging: Callable[[Devices, int], Staging] = Staging,
+        moves: Moves | None = None,
         monotonic: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._devices = devices
@@ -84,6 +91,7 @@ class Offload:
         self._gpus = gpus
         self._keep_bytes = keep_bytes
         self._staging = staging
+        self._moves = moves
         self._now = monotonic
         self._items: list[Item] = []
         self._unverified: list[Item] = []
@@ -92,8 +100,9 @@ class Offload:
         self._memory_bytes = 0
         self._release_host = False
         self._verify = False
-        self._speed = 0.0
+        self._out_speed = self._back_speed = 0.0
         self.notes: list[str] = []
+        self.zeroed: set[str] = set()
 
     # what can be asked
 
@@ -119,8 +128,8 @@ class Offload:
 
     @property
     def bytes_per_second(self) -> float:
-        """Of the last copy; 0.0 before the first."""
-        return self._speed
+        """Of the last large copy out, else of the last one back; 0.0 before the first."""
+        return self._out_speed or self._back_speed
 
     # yield
 
@@ -140,7 +149,7 @@ class Offload:
         need = memory_needed(kept)
         more = self._pool.room_for(need)
         least = 0 if request.disk_dir else None
-        granted = self._host.reserve(more, at_least=least)
+        granted = self._host.reserve(more, at_least=least, wait_seconds=request.deadline_seconds)
         room = need if granted >= more else granted + self._pool.capacity_bytes
         try:
             self._items, self._memory_bytes = place(
@@ -152,7 +161,7 @@ class Offload:
             raise
         self._items += [Item(one, None) for one in gone]
         self._release_host, self._verify = request.release_host, request.verify
-        self.notes, self._unverified = [], []
+        self.notes, self._unverified, self.zeroed = [], [], set()
         return self._memory_bytes, self.disk_bytes
 
     def _open(self, disk_dir: str, size_bytes: int) -> DiskFile:
@@ -179,10 +188,12 @@ class Offload:
             if self._verify:
                 self._sum_up(kept)
             copying = self._now()
-            self._move(kept, total, progress, stop, out=True)
+            waited = self._move(kept, total, progress, stop, out=True)
+            seconds = self._now() - copying
         self._host.settle()
         ended = self._now()
-        self._measure(total, ended - copying)
+        if total >= _MEASURED_BYTES and seconds > 0 and not waited:
+            self._out_speed = total / seconds
         if self._pool.why_pageable and self._memory_bytes:
             pageable = self._pool.capacity_bytes - self._pool.pinned_bytes
             self.notes.append(
@@ -196,6 +207,7 @@ class Offload:
         Raises:
             YieldRefusedError: none was emptied, or all were filled again.
             YieldFailedError: some were emptied and could not be filled.
+            BaseException: an interrupt: some may be empty, which `held_bytes` shows; `copy_back`.
         """
         for item in self._items:
             one = item.movable
@@ -206,25 +218,38 @@ class Offload:
                 )
         with self._at_rest():
             try:
+                self._pool.settle()
                 self._resize_to_nothing(self._items)
+                self._devices.empty_cache()
             except Exception as error:
                 self._undo_free(error)
                 raise YieldRefusedError(f"offload: freeing failed: {error}; undone") from error
-            self._devices.empty_cache()
-        self._pool.settle()
+        self._settled(self._items)
 
     def _undo_free(self, error: Exception) -> None:
         away = [item for item in self._items if item.away]
         try:
             self._bring_back(away, 0, 0.0, _nothing, lambda: False)
         except Exception as second:
-            self._empty_again(away)
+            try:
+                self._empty_again(away)
+            except Exception:  # they stay away, and are emptied before they are filled
+                _log.warning("storages that were given memory keep it for now", exc_info=True)
+            self._settled(away)
             raise YieldFailedError(
                 f"offload: freeing failed ({error}) and so did undoing it ({second}); "
                 "the host copy stays: restore again"
             ) from second
         for item in away:
             item.away = False
+        self.zeroed = {item.tensor_class for item in away if item.place is None}
+        self._settled(away)
+
+    def discard(self, classes: Collection[str]) -> None:
+        """Throw away what was kept of these classes: zeros when it is back."""
+        for item in self._items:
+            if item.away and item.tensor_class in classes:
+                item.place = item.checksum = None
 
     def abandon(self) -> None:
         """Undo `admit` and `copy_out`; no storage is empty."""
@@ -262,14 +287,19 @@ class Offload:
         with self._at_rest():
             for device in sorted({item.movable.device for item in todo}):
                 self._devices.synchronize(device)
+            # what we emptied or filled half way: the host has its contents
+            self._resize_to_nothing([item for item in todo if not item.emptied])
             try:
-                self._bring_back(todo, total, wait_seconds, progress, stop)
+                seconds = self._bring_back(todo, total, wait_seconds, progress, stop)
             except BaseException:
                 self._empty_again(todo)
                 raise
         ended = self._now()
+        if total >= _MEASURED_BYTES and seconds > 0:
+            self._back_speed = total / seconds
         for item in todo:
             item.away = False
+        self._settled(todo)
         self._unverified += [item for item in todo if item.checksum is not None]
         if not any(item.away for item in self._items):
             self._finish()
@@ -281,6 +311,7 @@ class Offload:
             item
             for item in self._items
             if item.away
+            and item.emptied
             and (classes is None or item.tensor_class in classes)
             and item.movable.storage.nbytes()
         ]
@@ -298,27 +329,40 @@ class Offload:
         wait_seconds: float,
         progress: Callable[[int, int], None],
         stop: Callable[[], bool],
-    ) -> None:
-        """Allocate and fill: each copy begins as soon as its storage is there."""
+    ) -> float:
+        """Allocate and fill: each copy begins as soon as its storage is there.
+
+        Returns:
+            Seconds that it took, the wait for room left out.
+        """
         devices = self._devices
         end = self._now() + wait_seconds
         with ExitStack() as rooms:
             for device in sorted({item.movable.device for item in items}):
                 here = [item for item in items if item.movable.device == device]
-                need = sum(max(item.movable.block_bytes, item.size) for item in here)
+                need = sum(
+                    max(item.movable.block_bytes, item.size)
+                    for item in here
+                    if not item.movable.storage.nbytes()
+                )
+                need += min(_DEVICE_SLACK, need // 4)
+                free = partial(self._free_bytes, device, need)
+                seconds = max(end - self._now(), 0.0)
                 rooms.enter_context(
-                    self._gpus.room(
-                        devices.uuid(device),
-                        need + min(_DEVICE_SLACK, need // 4),
-                        lambda device=device: devices.free_bytes(device),  # type: ignore[misc]
-                        max(end - self._now(), 0.0),
-                        stop,
-                    )
+                    self._gpus.room(devices.uuid(device), need, free, seconds, stop)
                 )
             copying = self._now()
             with closing(self._allocated(items)) as ready:
                 self._move(ready, total, progress, stop, out=False)
-            self._measure(total, self._now() - copying)
+            return self._now() - copying
+
+    def _free_bytes(self, device: int, need_bytes: int) -> int:
+        """What the device has free, with the cache of this process's allocator where it must be."""
+        found = self._devices.free_bytes(device)
+        if found < need_bytes:
+            self._devices.empty_cache()
+            found = self._devices.free_bytes(device)
+        return found
 
     def _allocated(self, items: Sequence[Item]) -> Generator[Item, None, None]:
         """One after the other, the largest first, each on its block's own stream."""
@@ -331,8 +375,10 @@ class Offload:
                     stream.close()
                     stream.enter_context(self._devices.allocating(one.device, one.stream))
                     at = one.device, one.stream
+                item.emptied = False
                 try:
-                    one.storage.resize_(item.size)
+                    with nullcontext() if self._moves is None else self._moves.placing(one):
+                        one.storage.resize_(item.size)
                 except Exception as error:
                     if not self._devices.is_short_of_memory(error):
                         raise
@@ -344,6 +390,10 @@ class Offload:
                     ) from error
                 yield item
 
+    def _settled(self, items: Iterable[Item]) -> None:
+        if self._moves is not None:
+            self._moves.settled([item.movable for item in items])
+
     def _empty_again(self, items: Sequence[Item]) -> None:
         self._resize_to_nothing(items)
         self._devices.empty_cache()
@@ -354,8 +404,10 @@ class Offload:
             with self._devices.allocating(device, 0):
                 for item in items:
                     if item.movable.device == device:
+                        # away first: an interrupt between the two leaves it to be filled again
+                        item.away, item.emptied = True, False
                         item.movable.storage.resize_(0)
-                        item.away = True
+                        item.emptied = True
 
     def verify(self) -> str:
         """Compare what came back since the last call with what went.
@@ -406,20 +458,30 @@ class Offload:
         stop: Callable[[], bool],
         *,
         out: bool,
-    ) -> None:
+    ) -> bool:
+        """Whether it had to wait for host memory that was not ready."""
         mover = Mover(
             self._devices, self._pool, progress=progress, stop=stop, total_bytes=total,
             staging=self._staging,
         )  # fmt: skip
         parts = (
-            Part(one.device, self._devices.bytes_of(one.storage, one.device), item.size, item.place)
+            Part(
+                one.device, self._devices.bytes_of(one.storage, one.device), item.size, item.place,
+                one.stream,
+            )
             for item in items
             for one in (item.movable,)
-        )
+        )  # fmt: skip
         try:
             (mover.out if out else mover.back)(parts)
-        finally:
-            mover.close()
+        except BaseException:
+            try:
+                mover.close()
+            except Exception:  # what was raised first says more
+                _log.warning("copies that failed did not end well", exc_info=True)
+            raise
+        mover.close()
+        return mover.waited
 
     def _sum_up(self, items: Sequence[Item]) -> None:
         try:
@@ -441,10 +503,6 @@ class Offload:
             for item, value in zip(here, checksums(self._devices.torch, views), strict=True):
                 found[id(item)] = value
         return [found[id(item)] for item in items]
-
-    def _measure(self, size_bytes: int, seconds: float) -> None:
-        if size_bytes and seconds > 0:
-            self._speed = size_bytes / seconds
 
     def _finish(self) -> None:
         """Nothing is held any more but the pool."""
@@ -477,6 +535,20 @@ class Offload:
         freed = self._pool.give_back()
         self._host.keep(self._pool.capacity_bytes)
         return freed
+
+    def close(self) -> bool:
+        """Leave nothing of ours pinned or reserved; it can be used again.
+
+        Returns:
+            False where something is stored there, which stays.
+        """
+        if self._items:
+            return False
+        self.give_back()
+        self._host.close()
+        if self._closing is not None:
+            self._closing.join()
+        return True
 
 
 def _nothing(done: int, total: int) -> None:

@@ -19,6 +19,7 @@ from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.plan import Plan, check_request, make_plan
 from gpumem_otel.yielding.residual import foreign_bytes, residual_of
+from gpumem_otel.yielding.safepoint import Parked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from gpumem_otel.core.yields import RestoreRequest, YieldRequest
     from gpumem_otel.yielding.board import Board
     from gpumem_otel.yielding.parts import YieldParts
-    from gpumem_otel.yielding.safepoint import Parked
+    from gpumem_otel.yielding.seams import Checkpointing
 
 __all__ = ["GATE_SECONDS", "ROLLBACK_SECONDS", "Phases"]
 
@@ -55,6 +56,7 @@ class Phases:
         times: of the phases of the current yield or restore.
         notes: for people.
         residual: by cause, after the last yield.
+        zeroed: classes that were thrown away already when the last yield had to be undone.
         cancel: set it to give up what can still be undone.
         on_interrupt: called on the stopped thread where a signal handler raised in it.
     """
@@ -67,12 +69,14 @@ class Phases:
         self._admitted = False
         self._gate_closed = False
         self._callbacks_asked = False
+        self._thrown_later = False
         self._ends: float | None = None
         self.lost = ""
         self.plan: Plan | None = None
         self.times: list[PhaseTime] = []
         self.notes: list[str] = []
         self.residual: dict[str, int] = {}
+        self.zeroed: tuple[str, ...] = ()
         self.host_bytes = self.disk_bytes = 0
         self.checksums = ""
         self.cancel = threading.Event()
@@ -90,7 +94,8 @@ class Phases:
     @property
     def parked(self) -> Parked | None:
         """The thread that stands still for it, None where none does."""
-        return self._parked
+        parked = self._parked
+        return parked if parked is not None and parked.thread is not None else None
 
     def _driver_state(self) -> str:
         return "running" if self._parts.checkpoint is None else self._parts.checkpoint.state
@@ -135,7 +140,8 @@ class Phases:
         """
         parts = self._parts
         self.times, self.notes, self.residual = [], [], {}
-        self.plan, self.checksums = None, ""
+        self.plan, self.checksums, self.zeroed = None, "", ()
+        self._thrown_later = False
         self.cancel.clear()
         started = parts.clock.monotonic()
         seconds = request.deadline_seconds
@@ -163,7 +169,8 @@ class Phases:
         if size > 1 and not coordinated:
             raise YieldRefusedError(
                 f"yield: this job has {size} ranks, and the others would wait for this one until "
-                "their collectives time out; it needs a coordinator that stops them all"
+                "their collectives time out; to stop all of them together is not part of this "
+                "version"
             )
         why = self._parts.why_not_now()
         if why:
@@ -182,17 +189,16 @@ class Phases:
 
     def _look(self, request: YieldRequest, refusal: str | None, *, here: bool) -> Plan:
         parts = self._parts
-        wait_seconds = min(request.wait_seconds, self.seconds_left())
-        self._parked = (
-            parts.safe_points.here()
-            if here
-            else parts.safe_points.park(
-                wait_seconds,
+        if here:
+            self._parked = parts.safe_points.here()
+        else:
+            self._parked = Parked(self.on_interrupt)  # known before it stops: it is let go whatever
+            parts.safe_points.park(
+                min(request.wait_seconds, self.seconds_left()),
                 clock=parts.clock,
                 stop=self._stop,
-                on_interrupt=self.on_interrupt,
+                asked=self._parked,
             )
-        )
         self.notes += parts.hints()
         if not request.dry_run:
             self._ask_callbacks()
@@ -212,17 +218,27 @@ class Phases:
             if self._admitted:  # what could not be given up the last time
                 self._abandon()
             self._admitted = True
-            self.host_bytes, self.disk_bytes = parts.offload.admit(plan.movables, request)
+            # the driver may refuse when all is free: until then nothing is thrown away
+            self._thrown_later = plan.driver and bool(request.discard)
+            held = replace(request, discard=()) if self._thrown_later else request
+            self.host_bytes, self.disk_bytes = parts.offload.admit(plan.movables, held)
         return plan
 
     def _ask_callbacks(self) -> None:
         self._callbacks_asked = True
-        self._parts.callbacks.before()
+        if self._parked is not None:
+            device = self._parked.device
+        else:  # nobody stands still for the driver alone
+            device = min((one.device for one in self._parts.usage()), default=None)
+        self._parts.callbacks.before(device)
 
     def expected_seconds(self, plan: Plan) -> float | None:
         """Of the copy, from the speed of the last one; None before there was one."""
         speed = self._parts.offload.bytes_per_second
-        return sum(plan.moved_bytes.values()) / speed if speed > 0 else None
+        size = sum(plan.moved_bytes.values())
+        if plan.driver:
+            size += sum(plan.discarded_bytes.values())  # kept until the driver is done
+        return size / speed if speed > 0 else None
 
     # release and checkpoint
 
@@ -249,7 +265,7 @@ class Phases:
                 self._parts.stillness.look(self._parked.thread)
             try:
                 offload.free()
-            except YieldFailedError:
+            except BaseException:  # an interrupt too: some of it may be gone
                 self._freed = self._away()
                 raise
             self._freed = True
@@ -284,15 +300,19 @@ class Phases:
             self.plan = replace(plan, driver=False, level=YieldLevel.TENSORS)
 
     def checkpoint(self) -> None:
-        """The driver takes what is left, where that is planned.
+        """The driver takes what is left, where that is planned; nothing can be refused afterwards.
 
         Raises:
             YieldRefusedError: the driver did not, and the process is as before this phase.
             YieldFailedError: the driver lost it.
         """
         plan, checkpoint = self._planned(), self._parts.checkpoint
-        if not plan.driver or checkpoint is None:
-            return
+        if plan.driver and checkpoint is not None:
+            self._checkpoint(plan, checkpoint)
+        if self._thrown_later:
+            self._parts.offload.discard(plan.request.discard)
+
+    def _checkpoint(self, plan: Plan, checkpoint: Checkpointing) -> None:
         with self._board.phase(Phase.CHECKPOINT):
             if not plan.movables:
                 self._hold_account(plan)
@@ -398,6 +418,8 @@ class Phases:
         """Everything is back: tell the callbacks. Does nothing otherwise."""
         if self.where() is not YieldState.RUNNING:
             return
+        if self.plan is not None:  # it would keep the storages alive that the job lets go of
+            self.plan = replace(self.plan, movables=(), kept=(), found=None)
         self._open_gate()
         if self._callbacks_asked:
             self._callbacks_asked = False
@@ -425,6 +447,7 @@ class Phases:
         """
         errors: list[str] = []
         checkpoint, offload = self._parts.checkpoint, self._parts.offload
+        self.zeroed = tuple(sorted({*offload.discarded_bytes, *offload.zeroed}))
         if checkpoint is not None and checkpoint.state in {"locked", "checkpointed"}:
             self._undo(errors, partial(checkpoint.restore, ROLLBACK_SECONDS))
         elif checkpoint is not None and checkpoint.state == "running":
@@ -441,7 +464,7 @@ class Phases:
                 self._undo(errors, self.verify)
         elif self._admitted and not self._freed:
             self._undo(errors, self._abandon)
-        self.finish()
+        self._undo([], self.finish)
         return "; ".join(errors)
 
     def _abandon(self) -> None:

@@ -26,13 +26,15 @@ class Item:
 
     Attributes:
         place: None where its contents are thrown away.
-        away: it was emptied by us.
+        away: the host has the contents, or they were thrown away; said before it is emptied.
+        emptied: it is known to have been emptied, and was not given memory by us since.
         checksum: of before, None where none was asked for.
     """
 
     movable: Movable
     place: InMemory | OnDisk | None
     away: bool = False
+    emptied: bool = False
     checksum: int | None = None
 
     @property

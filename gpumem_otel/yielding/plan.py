@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpumem_otel.core.yields import DISCARDABLE, Found, YieldLevel
+from gpumem_otel.core.yieldcheck import chooses, yield_fault
+from gpumem_otel.core.yields import Found, YieldLevel
 from gpumem_otel.errors import YieldRefusedError
 
 if TYPE_CHECKING:
@@ -63,19 +64,9 @@ def check_request(request: YieldRequest) -> None:
     Raises:
         YieldRefusedError: a request that can not be meant.
     """
-    wrong = sorted(set(request.discard) - set(DISCARDABLE))
-    if wrong:
-        raise YieldRefusedError(
-            f"yield: contents of {wrong[0]!r} can not be thrown away; {', '.join(DISCARDABLE)} can"
-        )
-    both = sorted(set(request.keep) & {*request.discard, *(request.classes or ())})
-    if both:
-        raise YieldRefusedError(f"yield: {both[0]!r} is both to stay and to go; name it once")
-    if request.level is YieldLevel.PROCESS and _chooses(request):
-        raise YieldRefusedError(
-            "yield: the driver takes all devices and classes of a process; leave devices, classes, "
-            "keep and discard out, or use level 'tensors'"
-        )
+    fault = yield_fault(request)
+    if fault:
+        raise YieldRefusedError(f"yield: {fault}")
 
 
 def make_plan(request: YieldRequest, found: Found, driver_refusal: str | None) -> Plan:
@@ -99,8 +90,13 @@ def make_plan(request: YieldRequest, found: Found, driver_refusal: str | None) -
         device: why for device, why in found.refusal.items() if devices is None or device in devices
     }
     auto = request.level is YieldLevel.AUTO
-    driver = auto and driver_refusal == "" and not _chooses(request, but_discard=True)
-    notes: list[str] = []
+    driver = auto and driver_refusal == "" and not chooses(request, but_discard=True)
+    has_some = {one.device for one in found.movables} | {one.device for one in found.stays}
+    has_some |= set(found.refusal)
+    notes = [
+        f"device {device}: nothing of this process is there"
+        for device in sorted((devices or set()) - has_some)
+    ]
     if refusals:
         device, why = min(refusals.items())
         if not driver:
@@ -139,12 +135,6 @@ def _is_chosen(one: Movable, request: YieldRequest) -> bool:
         return False
     named = request.classes is None or one.tensor_class in request.classes
     return named or one.tensor_class in request.discard
-
-
-def _chooses(request: YieldRequest, *, but_discard: bool = False) -> bool:
-    """Whether less than everything is asked for."""
-    some = request.devices is not None or request.classes is not None or bool(request.keep)
-    return some or (bool(request.discard) and not but_discard)
 
 
 def _and_driver(request: YieldRequest, refusal: str | None) -> str:

@@ -41,8 +41,7 @@ def residual_of(plan: Plan, stats: Sequence[DeviceStats]) -> dict[str, int]:
         ours = device.process_used_bytes
         if ours is not None:
             left["other_process"] += max(device.device_used_bytes - ours, 0)
-            if not left["context"]:
-                left["context"] += max(ours - device.reserved_bytes, 0)
+            left["context"] += max(ours - device.reserved_bytes, 0)
     left["unknown"] += max(used - sum(left.values()), 0)
     return {cause: size for cause, size in left.items() if size}
 

@@ -11,8 +11,9 @@ looks after them (`gpumem_otel.yielding.stillness`).
 from __future__ import annotations
 
 import os
+import sys
 import threading
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.logs import named_logger
@@ -27,7 +28,6 @@ __all__ = ["Parked", "SafePoints"]
 _log = named_logger("gpumem_otel.yield")
 
 _TICK_SECONDS: Final = 0.05
-_SIGNAL_SECONDS: Final = 0.5
 _SIGNALS_SECONDS: Final = 0.5
 """How late a signal is handled that the kernel gave to another thread: then nothing interrupts the
 wait of the main thread, which alone runs handlers. SIGCONT to a stopped process is such a one."""
@@ -39,6 +39,7 @@ class Parked:
     Attributes:
         thread: that stands still; None while none does.
         here: it was its own command: it waits for nothing.
+        device: that is current in that thread; None where it uses none.
         interrupted: what a signal handler raised in it meanwhile.
         stuck: bringing the memory back failed after it was interrupted: the next one gets through.
     """
@@ -46,6 +47,7 @@ class Parked:
     def __init__(self, on_interrupt: Callable[[], object] | None = None) -> None:
         self.thread: threading.Thread | None = None
         self.here = False
+        self.device: int | None = None
         self.interrupted: BaseException | None = None
         self.stuck = False
         self.arrived = threading.Event()
@@ -67,9 +69,6 @@ class SafePoints:
 
     def __init__(self, unsafe: Callable[[], str] | None = None) -> None:
         self._unsafe = unsafe
-        self._reset()
-
-    def _reset(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._owner: threading.Thread | None = None
@@ -99,6 +98,8 @@ class SafePoints:
     def here(self) -> Parked:
         """The calling thread says that it is between two pieces of work, and goes on by itself.
 
+        It is not the job's thread by that alone, see `speaks`.
+
         Raises:
             YieldRefusedError: it is not.
         """
@@ -107,10 +108,14 @@ class SafePoints:
             raise YieldRefusedError(f"safe point: {why_not}; try again between two steps")
         parked = Parked()
         parked.here, parked.thread = True, threading.current_thread()
-        if self.owner is None:
-            self._owner = parked.thread
+        parked.device = _current_device()
         parked.arrived.set()
         return parked
+
+    def speaks(self, parked: Parked | None) -> None:
+        """Its own command has succeeded, so a thread that stood still `here` is the job's."""
+        if parked is not None and parked.here and self.owner is None:
+            self._owner = parked.thread
 
     def park(
         self,
@@ -118,7 +123,7 @@ class SafePoints:
         *,
         clock: Clock,
         stop: Callable[[], bool],
-        on_interrupt: Callable[[], object] | None = None,
+        asked: Parked | None = None,
     ) -> Parked:
         """Wait until the job's thread has stopped; it stays so until `let_go`.
 
@@ -126,13 +131,12 @@ class SafePoints:
             wait_seconds: for the next safe point.
             clock: time.
             stop: asked now and then: gives up once it is true.
-            on_interrupt: called on the stopped thread when a signal handler raised there; must
-                see to it that the thread is let go.
+            asked: to be used, for whoever has to know it before the thread has stopped.
 
         Raises:
             YieldRefusedError: no safe point was reached in time, or another request waits.
         """
-        asked = Parked(on_interrupt)
+        asked = asked or Parked()
         with self._lock:
             if self._asked is not None:
                 raise YieldRefusedError("safe point: another request waits for one already")
@@ -145,6 +149,9 @@ class SafePoints:
                 if left <= 0 or stop():
                     break
                 clock.wait(asked.arrived, min(left, _TICK_SECONDS))
+        except BaseException:
+            asked.let_go()  # it may stop at this very moment, and nobody else would know
+            raise
         finally:
             with self._lock:
                 self._asked = None
@@ -152,10 +159,6 @@ class SafePoints:
         if not arrived:
             raise YieldRefusedError(self._nobody(wait_seconds, gave_up=stop()))
         return asked
-
-    def after_fork_in_child(self) -> None:
-        """A forked child owes nothing of this, and never stops."""
-        self._reset()
 
     def _nobody(self, wait_seconds: float, *, gave_up: bool) -> str:
         if gave_up:
@@ -182,14 +185,15 @@ class SafePoints:
         if why_not:
             self._why_not = why_not
             return
+        device = _current_device()
         try:
             with self._lock:
                 if self._asked is not asked or asked.thread is not None:
                     return
                 self._owner = asked.thread = me
+                asked.device = device
             asked.arrived.set()
-            while not asked.go.wait(_SIGNALS_SECONDS):
-                pass
+            _wait(asked.go)
         except BaseException as error:
             if asked.thread is not me:
                 raise
@@ -218,5 +222,13 @@ class SafePoints:
 def _wait(event: threading.Event) -> None:
     # in slices: a signal that the kernel gave to another thread wakes nobody, and its handler
     # runs when this one has a turn
-    while not event.wait(_SIGNAL_SECONDS):
+    while not event.wait(_SIGNALS_SECONDS):
         pass
+
+
+def _current_device() -> int | None:
+    torch: Any = sys.modules.get("torch")
+    try:
+        return int(torch.cuda.current_device()) if torch.cuda.is_initialized() else None
+    except Exception:  # there is none, or torch is none that could tell
+        return None

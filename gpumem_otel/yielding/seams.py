@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     from gpumem_otel.core.yields import Found, Movable, PhaseTime, YieldRequest
 
-__all__ = ["Checkpointing", "Finding", "Gate", "Offloading"]
+__all__ = ["Checkpointing", "Finding", "Gate", "Moves", "Offloading"]
 
 
 class Finding(Protocol):
@@ -28,9 +29,11 @@ class Offloading(Protocol):
         discarded_bytes: by tensor class, neither kept nor there.
         bytes_per_second: as measured, 0.0 before.
         notes: what a person should know of the last yield and its restore.
+        zeroed: classes that `free` had thrown away already when it had to undo itself.
     """
 
     notes: list[str]
+    zeroed: set[str]
 
     @property
     def held_bytes(self) -> Mapping[str, int]: ...  # noqa: D102 - see the class
@@ -63,6 +66,10 @@ class Offloading(Protocol):
         """Free on the device what was copied or discarded: all of it, or nothing."""
         ...
 
+    def discard(self, classes: Collection[str]) -> None:
+        """Throw away what is kept of these, all of which was freed: zeros when it is back."""
+        ...
+
     def abandon(self) -> None:
         """Undo `admit` and `copy_out`."""
         ...
@@ -81,12 +88,28 @@ class Offloading(Protocol):
         """
         ...
 
+    def close(self) -> bool:
+        """Give all host memory back; whether nothing is held any more."""
+        ...
+
     def verify(self) -> str:
         """Compare: "equal", or "" where no checksums were asked for.
 
         Raises:
             YieldFailedError: contents differ.
         """
+        ...
+
+
+class Moves(Protocol):
+    """Is told what was moved, so that profiles show whose it is. Raises nothing."""
+
+    def placing(self, movable: Movable) -> AbstractContextManager[None]:
+        """Within, this storage is given memory again."""
+        ...
+
+    def settled(self, movables: Collection[Movable]) -> None:
+        """These storages have other addresses than before, or none."""
         ...
 
 

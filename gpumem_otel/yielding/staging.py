@@ -117,11 +117,12 @@ class Staging:
             self._next()
         self._raise()
 
-    def close(self) -> None:
-        """Let go of the ring, whatever is under way."""
-        while len(self._free) < self._buffers:
-            self._next()
+    def stop(self) -> None:
+        """Begin nothing more; what the threads are at is waited for."""
         self._workers.finish()
+
+    def close(self) -> None:
+        """Give the ring back, after `stop`: no device uses it any more."""
         self._free = []
         self._pool.give_back()
 

@@ -31,8 +31,8 @@ _AGAIN_SECONDS: Final = 0.1
 _TRIES: Final = 10
 """A thread that pins the next batches is soon done, one that trains is not."""
 _WAY_OUT: Final = (
-    "stop it before the yield (yield_callbacks), or call gpumem_otel.participant() in it once it "
-    "stops at safe points by itself"
+    "stop it before the yield (yield_callbacks), or call gpumem_otel.participant() in it if it "
+    "leaves the GPU alone while the training thread stands still"
 )
 
 

@@ -9,10 +9,14 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
+from gpumem_otel.logs import named_logger
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 __all__ = ["Workers"]
+
+_log = named_logger("gpumem_otel.yielding")
 
 
 class Workers:
@@ -21,7 +25,7 @@ class Workers:
     Args:
         threads: at most so many.
         name: what they are called, with a number.
-        first: called by each thread before its first job; must not raise.
+        first: called by each thread before its first job; what it raises is logged.
     """
 
     def __init__(self, threads: int, name: str, first: Callable[[], None] | None = None) -> None:
@@ -35,7 +39,11 @@ class Workers:
         self._ends = False
 
     def do(self, job: Callable[[], None]) -> None:
-        """Have it done; it must not raise."""
+        """Have it done; it must not raise.
+
+        Raises:
+            RuntimeError: there is no thread, and none can be started.
+        """
         with self._changed:
             self._jobs.append(job)
             self._changed.notify()
@@ -44,8 +52,18 @@ class Workers:
                 thread = threading.Thread(
                     target=self._work, name=f"{self._name}-{number}", daemon=True
                 )
+                try:
+                    thread.start()
+                except RuntimeError:
+                    if self._threads:
+                        return  # those that there are do it
+                    self._jobs.pop()
+                    raise
                 self._threads.append(thread)
-                thread.start()
+
+    def anew(self) -> Workers:
+        """The same without threads and jobs: for a forked child, which has none of them."""
+        return Workers(self._most, self._name, self._first)
 
     def finish(self, *, drop: bool = False) -> int:
         """Wait until all jobs are done, and the threads have ended; then it can be used again.
@@ -62,15 +80,20 @@ class Workers:
                 self._jobs.clear()
             self._ends = True
             self._changed.notify_all()
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-        self._ends = False
+        try:
+            for thread in self._threads:
+                thread.join()
+        finally:  # after an interrupt some are still at work: the next call waits for them
+            self._threads = [thread for thread in self._threads if thread.is_alive()]
+            self._ends = False
         return dropped
 
     def _work(self) -> None:
-        if self._first is not None:
-            self._first()
+        try:
+            if self._first is not None:
+                self._first()
+        except Exception:  # it does its jobs all the same: somebody waits for them
+            _log.warning("a thread of ours could not be set up", exc_info=True)
         while True:
             with self._changed:
                 while not self._jobs:

@@ -241,7 +241,6 @@ def test_eight_processes_yield_at_once_within_one_limit(jobs):
     script = """
         job = Training(extra=256 << 20)
         job.steps(2)
-        limit_host(int(os.environ["LIMIT"]))
         tell(ready=True)
         hear()
         most = turns = tries = 0
@@ -261,7 +260,8 @@ def test_eight_processes_yield_at_once_within_one_limit(jobs):
         tell(turns=turns, tries=tries, most=most, state=state(), as_never=job.as_never())
     """
     limit = 1200 * MIB
-    eight = [jobs.start(script, LIMIT=str(limit)) for _ in range(8)]
+    options = {"yield_host_limit_bytes": limit}
+    eight = [jobs.start(script, OPTIONS=json.dumps(options)) for _ in range(8)]
     for job in eight:
         assert jobs.hear(job) == {"ready": True}
     for job in eight:

@@ -140,6 +140,13 @@ def test_run_without_a_destination_says_so(script):
     assert done.stderr.count("\n") == 1
 
 
+def test_run_that_takes_commands_goes_somewhere(script, tmp_path):
+    where = {"GPUMEM_OTEL_CONTROL": "1", "GPUMEM_OTEL_RUN_DIR": str(tmp_path / "run")}
+    done = cli("run", "--", sys.executable, script, env=clean_environ(**where))
+    assert json.loads(done.stdout)["armed"] is True
+    assert done.stderr == ""
+
+
 def test_run_command_not_found():
     done = cli("run", "--serve", "--", "no-such-command-here")
     assert done.returncode == 127
@@ -435,6 +442,19 @@ def test_closed_pipe_is_silent():
         ["bash", "-c", command], env=clean_environ(), capture_output=True, text=True, timeout=WAIT
     )
     assert (done.stdout, done.stderr) == ("{\n", "")
+
+
+@pytest.mark.parametrize("verb", ["top", "segments", "trace", "compare"])
+def test_a_reader_that_goes_away_is_told_from_a_failure(verb):
+    files = f"'{PYTHON}' '{PYTHON}'" if verb == "compare" else f"'{PYTHON}'"
+    command = (
+        f"'{sys.executable}' -m gpumem_otel.cli.main {verb} {files} | true; echo ${{PIPESTATUS[0]}}"
+    )
+    done = subprocess.run(
+        ["bash", "-c", command], env=clean_environ(), capture_output=True, text=True, timeout=WAIT
+    )
+    assert done.stdout == "141\n"
+    assert not [line for line in done.stderr.splitlines() if ": warning: " not in line]
 
 
 def test_stdin_and_stdout_in_a_pipeline():

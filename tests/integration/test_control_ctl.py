@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 from support import certs
@@ -94,14 +95,14 @@ def test_every_option_is_sent(run_dir, ctl, tmp_path):
     double = YieldDouble()
     with controlling(double, run_dir, disk_dirs=(str(tmp_path),)):
         code, _, err = ctl(
-            "yield", "--level", "process", "--device", "1", "--device", "0", "--class", "parameter",
+            "yield", "--level", "tensors", "--device", "1", "--device", "0", "--class", "parameter",
             "--class", "gradient", "--keep", "buffer", "--discard", "optimizer_state", "--lease",
             "2h", "--deadline", "90", "--wait-seconds", "3", "--verify", "--assume-private",
             "--release-host", "--dry-run", "--disk-dir", str(tmp_path),
         )  # fmt: skip
     assert (code, err) == (0, "")
     assert double.submitted[0][0] == YieldRequest(
-        level=YieldLevel.PROCESS,
+        level=YieldLevel.TENSORS,
         devices=(1, 0),
         classes=("parameter", "gradient"),
         keep=("buffer",),
@@ -124,6 +125,9 @@ def test_nothing_is_not_the_same_as_not_said(run_dir, ctl):
         assert code == 0
         assert double.submitted[-1][0] == RestoreRequest(wait_seconds=0.0)
         code, _, err = ctl("yield", "--lease", "0")
+        assert code == 2
+        assert "lease_seconds must be more than 0" in err
+        code, _, err = ctl("yield", "--lease", "0.01")  # that one the job says
         assert code == 1
         assert "lease_seconds must be a number from 0.1" in err
     assert len(double.submitted) == 1
@@ -202,6 +206,12 @@ def test_what_is_refused_is_an_error(run_dir, ctl):
         ("yield", "--device", "-1"),
         ("yield", "--discard", "gradient"),
         ("restore", "--dry-run"),
+        ("yield", "--lease", "0"),
+        ("yield", "--level", "process", "--class", "parameter"),
+        ("yield", "--keep", "parameter", "--discard", "parameter"),
+        ("yield", "--class", "parameter", "--keep", "parameter"),
+        ("state", "--run-dir", ""),
+        (),
         ("state", "--target", "node7"),
         ("state", "--token-file", "/nowhere"),
         ("state", "--key-file", "x"),
@@ -222,12 +232,98 @@ def test_nobody_there(ctl, run_dir):
         f"gpumem-otel: error: no job takes commands here: none has a socket in {run_dir}; "
         "GPUMEM_OTEL_CONTROL=1 makes one\n"
     )
+    for verb in ("state", "yield", "restore"):
+        code, out, _ = ctl(verb, "--json")
+        assert (code, json.loads(out)) == (1, [])
     code, _, err = ctl("yield", "--target", "http://127.0.0.1:1")
     assert code == 1
     assert "nobody listens there" in err
     code, _, err = ctl("yield", "--target", f"unix://{run_dir}/x.sock")
     assert code == 1
     assert "No such file" in err
+
+
+def test_watch_of_nobody(ctl, run_dir):
+    code, out, err = ctl("watch", "--target", f"unix://{run_dir}/x.sock")
+    assert (code, out) == (1, "")
+    assert err.splitlines()[-1] == "gpumem-otel: error: no process answered"
+
+
+def test_a_target_that_is_no_socket(ctl, tmp_path):
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file"):
+        code, _, err = ctl("state", "--target", f"unix://{path}")
+        assert (code, err) == (1, f"gpumem-otel: error: unix://{path}: that is no socket\n")
+
+
+@pytest.fixture
+def several_users(tmp_path, monkeypatch):
+    """A folder of another user where theirs would be, and none set."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can make a folder of another user")
+    monkeypatch.delenv("GPUMEM_OTEL_RUN_DIR")
+    monkeypatch.setattr("gpumem_otel.cli.ctl_find._PLACES", (f"{tmp_path}/gpumem-otel-*",))
+    monkeypatch.setattr(
+        "gpumem_otel.cli.ctl_find.run_dirs", lambda given, _: (given or str(tmp_path / "mine"),)
+    )
+    theirs = tmp_path / "gpumem-otel-65533"
+    theirs.mkdir(mode=0o700)
+    return theirs
+
+
+def of_another(folder):
+    os.chown(folder, 65533, 65533)
+    for path in folder.iterdir():
+        os.lchown(path, 65533, 65533)
+
+
+def test_root_finds_the_jobs_of_all_users(several_users, ctl):
+    dead = f"1-1-{rundir._place(rundir._boot_id(), '', rundir._pid_namespace())}.control-0.sock"
+    with controlling(YieldDouble(), several_users) as listener:
+        (several_users / dead).touch()  # of a process that has ended, and no socket either
+        of_another(several_users)
+        for arguments in ((), ("--run-dir", str(several_users))):
+            code, out, err = ctl("state", "--json", *arguments)
+            assert (code, err) == (0, "")
+            assert [one["target"] for one in json.loads(out)] == [f"unix://{listener.socket_path}"]
+        assert (several_users / dead).exists()  # nothing is deleted in the folder of another user
+        several_users.chmod(0o777)
+        code, _, err = ctl("state", "--run-dir", str(several_users))
+        assert code == 1
+        assert err == (
+            f"gpumem-otel: error: run directory {several_users} is writable by others: "
+            "chmod 700 it\n"
+        )
+        code, _, err = ctl("state")
+        assert code == 1
+        assert f"none has a socket in {several_users.parent}/mine; GPU" in err
+        os.chown(several_users, 0, 0)
+
+
+def test_root_follows_no_link_of_another_user(several_users, ctl, tmp_path):
+    with controlling(YieldDouble(), tmp_path / "elsewhere") as listener:
+        name = Path(listener.socket_path).name
+        (several_users / name).symlink_to(listener.socket_path)
+        of_another(several_users)
+        (tmp_path / "gpumem-otel-65532").symlink_to(tmp_path / "elsewhere")
+        code, out, _ = ctl("state", "--json")
+        assert (code, out) == (1, "[]\n")
+
+
+def test_others_are_told_whose_folders_there_are(several_users, ctl, monkeypatch):
+    of_another(several_users)
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    whose = f"{several_users} (sudo -u '#65533' gpumem-otel ctl)"
+    code, _, err = ctl("state")
+    assert code == 1
+    assert err == (
+        f"gpumem-otel: error: no job takes commands here: none has a socket in "
+        f"{several_users.parent}/mine; GPUMEM_OTEL_CONTROL=1 makes one; folders of other users "
+        f"were not looked into: {whose}\n"
+    )
+    code, _, err = ctl("state", "--run-dir", str(several_users))
+    assert code == 1
+    assert err.endswith("give your own (sudo -u '#65533' gpumem-otel ctl)\n")
 
 
 def test_what_listens_there_is_something_else(ctl):

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 from support import certs
-from support.controlling import IDENTITY, MANY, bearer, call, controlling, reaching
+from support.controlling import IDENTITY, MANY, bearer, call, controlling, reaching, short
 from support.listening import WAIT, until
 from support.yield_double import HELD, YieldDouble
 
@@ -538,8 +538,8 @@ def dead_process():
 def stale(run_dir, pid):
     place = rundir.socket_name(0).split("-", 2)[2].split(".")[0]
     path = run_dir / f"{pid}-1-{place}.control-0.sock"
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.bind(str(path))
+    with socket.socket(socket.AF_UNIX) as sock, short(path) as address:
+        sock.bind(address)
     return path
 
 
@@ -548,8 +548,8 @@ def test_sockets_of_the_dead_are_dropped_and_of_the_living_never(tmp_path):
     with controlling(YieldDouble(), run_dir) as listener:
         dead = stale(run_dir, dead_process())
         elsewhere = run_dir / f"{dead_process()}-1-00000000.control-1.sock"
-        with socket.socket(socket.AF_UNIX) as sock:
-            sock.bind(str(elsewhere))
+        with socket.socket(socket.AF_UNIX) as sock, short(elsewhere) as address:
+            sock.bind(address)
         (run_dir / "mine.sock").touch()
         # of another container nobody knows who lives, but whether somebody listens
         assert rundir.control_sockets(str(run_dir)) == [listener.socket_path]
@@ -557,7 +557,8 @@ def test_sockets_of_the_dead_are_dropped_and_of_the_living_never(tmp_path):
         assert elsewhere.exists()
         with socket.socket(socket.AF_UNIX) as sock:
             beside = run_dir / "1-1-00000000.control-2.sock"
-            sock.bind(str(beside))
+            with short(beside) as address:
+                sock.bind(address)
             sock.listen(0)
             for _ in range(3):  # also once its queue is full
                 found = rundir.control_sockets(str(run_dir))

@@ -79,16 +79,22 @@ def reaching(where: str | tuple[str, int] | None, tls: Any = None) -> Iterator[C
         with connected(where, tls) as client:
             yield client
         return
-    path = Path(where)
     with socket.socket(socket.AF_UNIX) as sock:
         sock.settimeout(WAIT)
-        # an address has 108 bytes, the path of a test's folder may have more
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            sock.connect(f"/proc/self/fd/{folder}/{path.name}")
-        finally:
-            os.close(folder)
+        with short(where) as address:
+            sock.connect(address)
         yield Client(sock)
+
+
+@contextlib.contextmanager
+def short(path: str | Path) -> Iterator[str]:
+    """The address of a Unix socket: it has 108 bytes, the path of a test's folder may have more."""
+    path = Path(path)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 def call(

@@ -118,10 +118,6 @@ def refused(call, *arguments, **options):
         return str(error)
     raise AssertionError("not refused")
 
-def limit_host(size_bytes):
-    "All yields of this run directory together may hold so much host memory."
-    engine()._parts.offload._host._limit = size_bytes
-
 def hold_all_host_memory():
     "As a yield of another process does that takes all there is; `close()` gives it up."
     from gpumem_otel.yielding.hostlimits import HostRoom

@@ -72,7 +72,7 @@ class FakeOffload:
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
         self.items: list[Movable] = []
-        self.discard: tuple[str, ...] = ()
+        self.thrown: tuple[str, ...] = ()
         self.verifies = False
         self.away: set[int] = set()
         self.bytes_per_second = 0.0
@@ -80,6 +80,8 @@ class FakeOffload:
         self.room = True
         self.during_copy = lambda: None
         self.reserved = False
+        self.closed = 0
+        self.zeroed: set[str] = set()
 
     def _sum(self, *, discarded: bool) -> dict[str, int]:
         sums: dict[str, int] = {}
@@ -105,7 +107,8 @@ class FakeOffload:
     def admit(self, movables, request) -> tuple[int, int]:
         assert not self.items, "admitted twice"
         self.faults.hit("admit")
-        self.items, self.discard = list(movables), request.discard
+        self.items, self.thrown = list(movables), request.discard
+        self.zeroed = set()
         self.verifies, self.reserved = request.verify, True
         kept = [one for one in movables if one.tensor_class not in request.discard]
         return sum(one.size_bytes for one in kept), 0
@@ -117,7 +120,7 @@ class FakeOffload:
             self.during_copy()
             if stop():
                 raise YieldRefusedError("offload: stopped")
-            if one.tensor_class not in self.discard:
+            if one.tensor_class not in self.thrown:
                 one.storage.host = one.storage.device
                 done += one.size_bytes
             progress(done, total)
@@ -126,10 +129,37 @@ class FakeOffload:
     def free(self) -> None:
         self.faults.hit("free")
         for one in self.items:
-            if one.tensor_class in self.discard:
+            if len(self.away) == len(self.items) // 2:
+                self._hit_within("free within", self._fill_again)
+            if one.tensor_class in self.thrown:
                 one.storage.discarded = True
             one.storage.device = None
             self.away.add(id(one))
+        self._hit_within("free at its end", self._fill_again)
+
+    def _hit_within(self, call: str, undo) -> None:
+        """Errors are undone, as the real one does it; an interrupt leaves what there is."""
+        try:
+            self.faults.hit(call)
+        except Exception:
+            undo()
+            raise
+
+    def _fill_again(self) -> None:
+        for one in self.items:
+            if id(one) in self.away and one.storage.discarded:
+                self.zeroed.add(one.tensor_class)
+            self._fill(one)
+
+    def _fill(self, one: Movable) -> None:
+        if id(one) in self.away:
+            one.storage.device = "zeros" if one.storage.discarded else one.storage.host
+            self.away.discard(id(one))
+
+    def discard(self, classes) -> None:
+        for one in self.items:
+            if id(one) in self.away and one.tensor_class in classes:
+                one.storage.discarded, one.storage.host = True, None
 
     def abandon(self) -> None:
         assert not self.away
@@ -145,9 +175,16 @@ class FakeOffload:
             for one in self.items
             if id(one) in self.away and (classes is None or one.tensor_class in classes)
         ]
-        for one in todo:
-            one.storage.device = "zeros" if one.storage.discarded else one.storage.host
-            self.away.discard(id(one))
+        for number, one in enumerate(todo):
+            if number == len(todo) // 2:  # what this call brought back is gone again
+                try:
+                    self.faults.hit("copy_back within")
+                except BaseException:
+                    for back in todo[:number]:
+                        back.storage.device = None
+                        self.away.add(id(back))
+                    raise
+            self._fill(one)
         size = sum(one.size_bytes for one in todo)
         progress(size, size)
         if not self.away:
@@ -158,6 +195,11 @@ class FakeOffload:
         for one in self.items:
             one.storage.host = None
         self.items, self.reserved = [], False
+
+    def close(self) -> bool:
+        assert not self.items
+        self.closed += 1
+        return True
 
     def verify(self) -> str:
         self.faults.hit("verify")

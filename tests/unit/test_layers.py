@@ -29,7 +29,7 @@ MAY_IMPORT = {
         "agent", "capture", "config", "core", "errors", "export", "lifecycle", "logs", "options",
         "yielding", "yieldparts",
     },
-    "yieldparts": {"capture", "core", "export", "ranks", "yielding"},
+    "yieldparts": {"capture", "config", "core", "export", "ranks", "yielding"},
     "answers": {"capture", "config", "core", "errors", "ranks", "serve"},
     "ooms": {"answers", "capture", "config", "core", "errors", "export", "logs", "serve"},
     "agent": {

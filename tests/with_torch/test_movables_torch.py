@@ -36,6 +36,7 @@ class Allocator:
         self.tensors = None
         self.recorder = self
         self.reason = ""
+        self.roots = {}
 
     def status(self):
         return SourceStatus(armed=True, supported=not self.reason, reason=self.reason, devices=(0,))
@@ -43,6 +44,10 @@ class Allocator:
     def snapshot(self, *, traces):
         assert not traces
         return {"segments": self.segments, "device_traces": []}
+
+    def as_before_restores(self, raw):
+        """There were none; what the block of a root would be is known all the same."""
+        return self.roots
 
     def holds(self, *tensors, pool=(0, 0), stream=0, frames=()):
         """Blocks of these tensors, a segment each."""
@@ -120,6 +125,20 @@ def test_each_storage_once_with_block_stream_and_class(source):
     assert (weight.size_bytes, weight.block_bytes, weight.stream) == (4800, 4800, 77)
     assert weight.storage.data_ptr() == address(model.weight)
     assert not found.refusal
+
+
+def test_who_allocated_it_goes_with_it(source):
+    """As it was recorded; of memory without a stack the root that is known."""
+    frames = [{"name": "build", "filename": "/job/train.py", "line": 3}]
+    named, bare = torch.randn(5), torch.randn(6)
+    source.holds(named, frames=frames)
+    source.holds(bare)
+    source.roots = {(0, address(bare)): "[before install]", (0, address(named) + 1): "[other]"}
+    told = {one.address: (list(one.frames), one.root) for one in find(source).movables}
+    assert told == {
+        address(named): (frames, ""),
+        address(bare): ([], "[before install]"),
+    }
 
 
 def test_a_gradient_that_no_object_of_python_stood_for(source):

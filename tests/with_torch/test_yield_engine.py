@@ -7,9 +7,13 @@ a GPU to read.
 
 from __future__ import annotations
 
+import gc
+import mmap
+import os
 import queue
 import random
 import threading
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -32,7 +36,7 @@ from gpumem_otel.core.yields import (  # noqa: E402
     YieldRequest,
     YieldState,
 )
-from gpumem_otel.errors import YieldRefusedError  # noqa: E402
+from gpumem_otel.errors import YieldFailedError, YieldRefusedError  # noqa: E402
 from gpumem_otel.export.clock import SystemClock  # noqa: E402
 from gpumem_otel.yielding.devices import CpuDevices  # noqa: E402
 from gpumem_otel.yielding.engine import YieldEngine  # noqa: E402
@@ -215,6 +219,99 @@ def test_discarded_optimizer_state_is_zero_and_weights_are_untouched(rig):
         if tensor_class == "optimizer_state":
             assert not tensor.any()
     assert rig.job.tied.data_ptr() == rig.job.model[0].weight.data_ptr()
+
+
+@pytest.mark.parametrize("where", ["_resize_to_nothing", "empty_cache"])
+def test_an_interrupt_while_it_is_emptied_changes_no_bit(rig, monkeypatch, where):
+    for _ in range(3):
+        rig.job.step()
+    devices = rig.offload._devices
+    owner = devices if where == "empty_cache" else rig.offload
+    real, calls = getattr(owner, where), []
+
+    def interrupted(*arguments):
+        calls.append(1)
+        if where == "_resize_to_nothing" and len(calls) == 1:
+            real(arguments[0][: len(arguments[0]) // 2])
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(owner, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        rig.engine.yield_(TENSORS)
+    assert rig.engine.status.state is YieldState.RUNNING
+    assert rig.job.empty == 0
+    rig.job.step()
+    rig.engine.yield_(TENSORS)
+    rig.engine.restore()
+    rig.job.step()
+    assert rig.job.losses == never_yields(5)
+
+
+def test_optimizer_state_that_was_to_go_is_whole_where_the_driver_refuses(rig):
+    for _ in range(3):
+        rig.job.step()
+    checkpoint = World().checkpoint
+    checkpoint.faults.now["lock"] = YieldRefusedError("driver: no")
+    rig.engine._parts.checkpoint = checkpoint
+    request = YieldRequest(level=YieldLevel.AUTO, discard=("optimizer_state",))
+    with pytest.raises(YieldRefusedError, match="driver: no"):
+        rig.engine.yield_(request)
+    rig.job.step()
+    rig.job.step()
+    assert rig.job.losses == never_yields(5)
+    gone = rig.engine.yield_(request)
+    assert set(gone.discarded_bytes) == {"optimizer_state"}
+    assert "optimizer_state" not in gone.moved_bytes
+    rig.engine.restore()
+    assert not any(one.any() for name, one in rig.job.tensors() if name == "optimizer_state")
+
+
+def test_optimizer_state_that_was_thrown_away_before_an_undo_is_named(rig, monkeypatch):
+    rig.job.step()
+    devices, raised = rig.offload._devices, []
+    real = devices.empty_cache
+
+    def fails() -> None:
+        if not raised:
+            raised.append(1)
+            raise RuntimeError("CUDA error")
+        real()
+
+    monkeypatch.setattr(devices, "empty_cache", fails)
+    weights = [one.detach().clone() for one in rig.job.model.parameters()]
+    with pytest.raises(YieldFailedError, match="of optimizer_state were thrown away already and"):
+        rig.engine.yield_(replace(TENSORS, discard=("optimizer_state",)))
+    assert rig.engine.status.state is YieldState.RUNNING
+    assert "optimizer_state" in rig.engine.status.reason
+    assert rig.job.empty == 0
+    assert not any(one.any() for name, one in rig.job.tensors() if name == "optimizer_state")
+    now = rig.job.model.parameters()
+    assert all(torch.equal(one, other) for one, other in zip(weights, now, strict=True))
+
+
+def test_a_forked_child_that_collects_the_engine_lives_on(rig):
+    """As the workers of a loader do: they forget the parent's engine and make objects of theirs."""
+    rig.job.step()
+    rig.engine.yield_(TENSORS)
+    rig.engine.restore()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            # where the parent has its host memory there is nothing: the kernel gives it out
+            kept = [mmap.mmap(-1, 16 << 10) for _ in range(2000)]
+            pool = weakref.ref(rig.pool)
+            rig.engine = rig.offload = rig.pool = rig.host = None
+            gc.collect()
+            for one in kept:
+                one[:1] = b"x"
+            assert pool() is None, "something of the test holds it"
+            code = 0 if all(one[:1] == b"x" for one in kept) else 2
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_never_within_backward(rig):

@@ -150,6 +150,27 @@ def test_the_calls_of_the_job_itself_with_and_without_install(run):
     ]
 
 
+def test_without_install_a_call_of_another_thread_stops_the_job_at_step(run):
+    said = run("""
+        torch.cuda._lazy_init()
+        done = threading.Event()
+
+        def command():
+            report = gpumem_otel.yield_memory(level="tensors", wait_seconds=60.0)
+            engine = gpumem_otel.yields._STATE.engine
+            say(state=report.state.value, thread=engine.phases.parked.thread.name)
+            say(back=gpumem_otel.restore().state.value)
+            done.set()
+
+        thread = threading.Thread(target=command, name="operator")
+        thread.start()
+        while not done.is_set():
+            gpumem_otel.step()
+        thread.join()
+        """)
+    assert said == [{"state": "yielded", "thread": "MainThread"}, {"back": "running"}]
+
+
 def test_more_than_one_rank_is_refused(run):
     said = run(
         """
@@ -172,9 +193,71 @@ def test_a_forked_child_forgets_what_was_yielded(run):
         child = os.fork()
         if not child:
             from gpumem_otel import yields
+            import gc
+            gc.collect()  # of what it forgot
+            gpumem_otel.step()
             say(child=yields._STATE.engine is None)
             os._exit(0)
         os.waitpid(child, 0)
         say(parent=gpumem_otel.restore().state.value)
         """)
     assert said == [{"child": True}, {"parent": "running"}]
+
+
+def test_a_forked_child_is_told_that_the_memory_is_its_parents(run):
+    """By the calls and by the engine, with install() and without, whether or not it was used."""
+    said = run("""
+        import warnings
+        warnings.simplefilter("ignore")
+        torch.cuda._is_in_bad_fork = lambda: os.getpid() != parent  # as the driver's own torch
+        parent = os.getpid()
+
+        def in_a_child(name):
+            if not (child := os.fork()):
+                say(**{name: refused(gpumem_otel.yield_memory, level="tensors")})
+                agent = lifecycle.current()
+                if agent is not None:
+                    say(engine=refused(lambda: engine_of(agent)))
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+
+        from gpumem_otel.yields import engine_of
+        torch.cuda._lazy_init()
+        in_a_child("bare")
+        gpumem_otel.install()
+        in_a_child("installed")
+        with gpumem_otel.yielded(level="tensors"):
+            in_a_child("yielded")
+        gpumem_otel.uninstall()
+        """)
+    forked = "yield: a forked child holds nothing of its parent's memory"
+    assert said == [
+        {"bare": forked},
+        {"installed": forked}, {"engine": forked},
+        {"yielded": forked}, {"engine": forked},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_host_memory_has_the_limit_that_was_set(run, installed):
+    said = run(
+        f"""
+        from gpumem_otel.yields import _engine, engine_of
+        torch.cuda._lazy_init()
+        if {installed}:
+            gpumem_otel.install(yield_host_limit_bytes=3000)
+        engine, _ = _engine()
+        offload = engine._parts.offload
+        assert offload._host.reserve(3000) == 3000
+        say(refused=refused(offload._host.reserve, size_bytes=1))
+        offload._host.keep(0)
+        offload._pool.grow_to(5 << 20, 0)
+        offload.abandon()
+        say(kept=offload.host_bytes)
+        gpumem_otel.uninstall()
+        """,
+        GPUMEM_OTEL_YIELD_HOST_LIMIT_BYTES="5000" if installed else "3000",
+        GPUMEM_OTEL_YIELD_KEEP_BYTES="0",
+    )
+    assert "the limit that was set" in said[0]["refused"]
+    assert said[1] == {"kept": 0}

@@ -199,3 +199,63 @@ def test_host_profiles_that_can_be_had(tmp_path):
     pytest.importorskip("pyroscope")
     (check,) = named({"GPUMEM_OTEL_RUN_DIR": str(tmp_path)}, "host profiles")
     assert check.status == checks.OK
+
+
+def test_control_is_off_unless_asked_for(no_torch):
+    (check,) = named(no_torch, "control")
+    assert check.status == checks.MISSING
+    assert check.detail.startswith("off")
+
+
+def test_control_says_where_commands_are_taken(no_torch, tmp_path):
+    asked = {**no_torch, "GPUMEM_OTEL_CONTROL": "1"}
+    where = f"takes commands at a socket in {no_torch['GPUMEM_OTEL_RUN_DIR']}"
+    (check,) = named(asked, "control")
+    assert check == checks.Check("control", checks.OK, where)
+    assert not (tmp_path / "run").exists()
+    asked["GPUMEM_OTEL_CONTROL_HOST"] = "::1"
+    asked["GPUMEM_OTEL_CONTROL_TOKEN"] = "token-of-the-environment"
+    (check,) = named(asked, "control")
+    assert (check.status, check.detail) == (checks.OK, f"{where} and http://[::1]:9564")
+    assert "inherited by every child" in check.advice
+    assert "token-of-the-environment" not in repr(check)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"HOST": "0.0.0.0"}, ["needs credentials"]),
+        ({"HOST": "0.0.0.0", "TOKEN": "0123456789abcdef"}, ["needs TLS"]),
+        ({"TOKEN_FILE": "/nowhere"}, ["control token file /nowhere: No such file"]),
+        ({"TOKEN": "short"}, ["at least 16 characters"]),
+        (
+            {"HOST": "::1", "TOKEN": "short", "TLS_CERT_FILE": "/nowhere", "PORT": "70000"},
+            ["at least 16 characters", "/nowhere", "is no port"],
+        ),
+    ],
+)
+def test_control_settings_that_the_listener_refuses(no_torch, settings, words):
+    given = {f"GPUMEM_OTEL_CONTROL_{name}": value for name, value in settings.items()}
+    found = named({**no_torch, "GPUMEM_OTEL_CONTROL": "1", **given}, "control")
+    assert [check.status for check in found] == [checks.PROBLEM] * len(found)
+    for check, word in zip(found, words, strict=False):
+        assert check.detail.startswith("would not start, because: ")
+        assert word in check.detail
+
+
+def test_control_in_a_folder_that_others_can_write(no_torch, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o777)
+    (check,) = named({**no_torch, "GPUMEM_OTEL_CONTROL": "1"}, "control")
+    assert "is writable by others" in check.detail
+
+
+def test_hints_name_packages_that_can_be_installed(no_torch, monkeypatch):
+    def none(name):
+        raise checks.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(checks.metadata, "version", none)
+    found = checks.run_all(no_torch, torch_timeout_seconds=60.0, require_gpu=False)
+    advice = {check.name: check.advice for check in found}
+    assert "pip install cuda-bindings nvidia-ml-py" in advice["cuda-bindings"]
+    assert not [line for line in advice.values() if "install 'gpumem-otel" in line]

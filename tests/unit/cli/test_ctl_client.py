@@ -85,9 +85,9 @@ def test_every_field_of_a_request_is_an_option():
 
 def test_files(tmp_path):
     assert credentials("", "", "", "").token == ""
-    (tmp_path / "token").write_text("  abc\n")
+    (tmp_path / "token").write_text("  abcdefgh01234567\n")
     shown = credentials(str(tmp_path / "token"), "", "", "")
-    assert shown.token == "abc"
+    assert shown.token == "abcdefgh01234567"
     assert "abc" not in repr(shown)
     ca = certs.make_ca(tmp_path)
     pair = certs.issue(tmp_path, ca, "ops", [])
@@ -100,6 +100,7 @@ def test_files(tmp_path):
     [
         (("/nowhere", "", "", ""), "token file /nowhere: No such file"),
         (("two", "", "", ""), "must hold one token"),
+        (("short", "", "", ""), "token file short: a token has at least 16 characters"),
         (("binary", "", "", ""), "holds something else than ASCII"),
         (("", "/nowhere", "", ""), "TLS files /nowhere: No such file"),
         (("", "two", "", ""), "TLS files two: "),
@@ -110,6 +111,7 @@ def test_files_that_can_not_be_used(arguments, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two").write_text("read secret-token\n")
     (tmp_path / "binary").write_bytes(b"\xff")
+    (tmp_path / "short").write_text("secret-of-mine\n")
     with pytest.raises(ConfigError, match=reason) as caught:
         credentials(*arguments)
     assert "secret" not in str(caught.value)

@@ -72,7 +72,10 @@ def test_a_yield_and_a_restore_of_all_say_what_they_moved(caplog):
     assert world.counters.get("yield_operations", kind="yield", outcome="done") == 1
 
 
-@pytest.mark.parametrize("call", ["find", "admit", "copy_out", "free", "lock", "checkpoint"])
+WITHIN_FREE = ("free", "free within", "free at its end")
+
+
+@pytest.mark.parametrize("call", ["find", "admit", "copy_out", *WITHIN_FREE, "lock", "checkpoint"])
 @pytest.mark.parametrize(
     "error", [YieldRefusedError("no"), RuntimeError("CUDA error"), YieldFailedError("half")]
 )
@@ -118,7 +121,7 @@ def test_a_yield_whose_undoing_finds_the_device_taken_stays_and_comes_back_by_it
     assert world.all_on_device
 
 
-@pytest.mark.parametrize("call", ["restore", "copy_back"])
+@pytest.mark.parametrize("call", ["restore", "copy_back", "copy_back within"])
 def test_a_restore_that_fails_leaves_all_on_the_host_and_can_be_repeated(call):
     world = World()
     evicted = []
@@ -137,7 +140,7 @@ def test_a_restore_that_fails_leaves_all_on_the_host_and_can_be_repeated(call):
     assert world.engine.status.reason == ""
 
 
-@pytest.mark.parametrize("call", ["restore", "copy_back", "verify"])
+@pytest.mark.parametrize("call", ["restore", "copy_back", "copy_back within", "verify"])
 def test_a_restore_that_is_interrupted_is_finished_first(call):
     world = World()
     world.engine.yield_(YieldRequest(verify=True))
@@ -149,7 +152,7 @@ def test_a_restore_that_is_interrupted_is_finished_first(call):
     assert world.engine.status.operation.state is OperationState.DONE
 
 
-@pytest.mark.parametrize("call", ["find", "admit", "copy_out", "free", "checkpoint"])
+@pytest.mark.parametrize("call", ["find", "admit", "copy_out", *WITHIN_FREE, "checkpoint"])
 def test_a_yield_that_is_interrupted_is_undone_first(call):
     world = World()
     world.faults.now[call] = KeyboardInterrupt()
@@ -185,6 +188,32 @@ def test_checksums_that_can_not_be_compared_are_a_note():
     report = world.engine.restore()
     assert (report.state, report.checksums) == (YieldState.RUNNING, "")
     assert report.notes == ("checksums could not be compared: no room for sums",)
+
+
+def test_a_restore_that_fails_when_all_is_back_leaves_no_lease_and_no_residual():
+    world = World()
+    world.usage = (
+        DeviceStats(
+            device=0, allocated_bytes=0, requested_bytes=0, active_bytes=0, reserved_bytes=0,
+            device_used_bytes=9 * SIZE, process_used_bytes=0,
+        ),
+    )  # fmt: skip
+    world.engine.yield_(YieldRequest(level=YieldLevel.PROCESS, lease_seconds=60.0))
+    status = world.engine.status
+    assert status.lease_expiry_ns > 0
+    assert dict(status.residual_bytes) == {"other_process": 9 * SIZE}
+    bring_back = world.checkpoint.restore
+
+    def late(wait_seconds):
+        bring_back(wait_seconds)
+        raise RuntimeError("the answer was cut off")
+
+    world.checkpoint.restore = late
+    with pytest.raises(YieldFailedError, match="cut off"):
+        world.engine.restore()
+    status = world.engine.status
+    assert status.state is YieldState.RUNNING
+    assert (status.lease_expiry_ns, dict(status.residual_bytes)) == (0, {})
 
 
 def test_the_driver_losing_the_process_is_a_failure():
@@ -306,7 +335,9 @@ def test_a_dry_run_says_all_and_changes_nothing():
     world.offload.bytes_per_second = float(SIZE)
     asked = []
     world.callbacks.add(lambda: asked.append(1), None, None, 5.0)
-    report = world.engine.yield_(YieldRequest(dry_run=True, discard=("optimizer_state",)))
+    report = world.engine.yield_(
+        YieldRequest(level=YieldLevel.TENSORS, dry_run=True, discard=("optimizer_state",))
+    )
     assert dict(report.moved_bytes) == {"parameter": SIZE, "gradient": SIZE, "activation": SIZE}
     assert dict(report.discarded_bytes) == {"optimizer_state": 2 * SIZE}
     assert (report.operation, report.state) == ("", YieldState.RUNNING)
@@ -372,7 +403,7 @@ def test_requests_that_can_not_be_meant_are_refused_by_name(request_, said):
 def test_more_than_one_rank_is_refused_at_every_level(level):
     world = World()
     world.ranks = 2
-    with pytest.raises(YieldRefusedError, match=r"2 ranks.*coordinator"):
+    with pytest.raises(YieldRefusedError, match=r"2 ranks.*not part of this version"):
         world.engine.yield_(YieldRequest(level=level))
     assert world.finder.asked == []
     world.engine.phases.prepare(YieldRequest(level=level), here=True, coordinated=True)
@@ -636,10 +667,14 @@ def test_the_end_of_the_process_takes_back_what_the_driver_holds():
     world.engine.yield_(YieldRequest())
     world.engine.close(1.0)
     assert world.checkpoint.state == "running"
+    assert world.offload.closed == 1
     held = World()
     held.engine.yield_(TENSORS)
     held.engine.close(1.0)
     assert held.engine.status.state is YieldState.YIELDED, "nobody waits for them"
+    assert held.offload.closed == 0
+    held.engine.restore()
+    assert held.offload.closed == 1, "host memory goes once it holds nothing"
 
 
 def test_a_finder_that_finds_nothing_yields_nothing_and_comes_back():

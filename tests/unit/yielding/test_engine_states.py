@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from support.yield_parts import SIZE, LoopingJob, World
 
@@ -18,13 +20,50 @@ from gpumem_otel.core.yields import (
     YieldState,
 )
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+from gpumem_otel.export.clock import SystemClock
 
 CALLS = (
-    "find", "admit", "copy_out", "free", "abandon", "keeper", "lock", "checkpoint", "restore",
-    "copy_back", "verify",
+    "find", "admit", "copy_out", "free", "free within", "free at its end", "abandon", "keeper",
+    "lock", "checkpoint", "restore", "copy_back", "copy_back within", "verify",
 )  # fmt: skip
-ERRORS = (YieldRefusedError, RuntimeError, YieldFailedError)
+ERRORS = (YieldRefusedError, RuntimeError, YieldFailedError, KeyboardInterrupt)
 CLASSES = ("parameter", "gradient", "optimizer_state", "activation")
+LEASE = "gpumem-otel-lease"
+
+
+class LeaseClock(SystemClock):
+    """For the thread of a lease time stands still until the test lets it pass."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.waiting: dict[threading.Event, threading.Thread] = {}
+        self.over: set[threading.Event] = set()
+
+    def wait(self, event, seconds):
+        me = threading.current_thread()
+        if me.name != LEASE:
+            return super().wait(event, seconds)
+        with self.changed:
+            self.waiting[event] = me
+            while not event.is_set() and event not in self.over:
+                self.changed.wait(0.005)  # nobody notifies when the event is set
+            self.over.discard(event)
+            del self.waiting[event]
+        return event.is_set()
+
+    def passes(self, event) -> None:
+        """The time of this lease is over; returns once it waits again, or has ended."""
+        with self.changed:
+            while event not in self.waiting and not event.is_set():
+                if not any(one.name == LEASE for one in threading.enumerate()):
+                    return
+                self.changed.wait(0.005)
+            if event.is_set():
+                return
+            lease = self.waiting[event]
+            self.over.add(event)
+            while event in self.over or (lease.is_alive() and event not in self.waiting):
+                self.changed.wait(0.005)
 
 
 class Yields(RuleBasedStateMachine):
@@ -32,12 +71,12 @@ class Yields(RuleBasedStateMachine):
 
     @initialize(beside=st.booleans(), driver=st.booleans())
     def begin(self, beside: bool, driver: bool) -> None:
-        self.world = World(driver=driver)
-        self.world.engine._lease.start = lambda seconds: None  # the test is the lease
+        self.clock = LeaseClock()
+        self.world = World(driver=driver, clock=self.clock)
         self.job = LoopingJob(self.world.safe_points) if beside else None
         if self.job is not None:
             self.job.__enter__()
-        self.discarded: set[str] = set()
+        self.zeros: set[str] = set()  # classes of which a report or an error has said so
 
     def teardown(self) -> None:
         world = getattr(self, "world", None)
@@ -55,10 +94,15 @@ class Yields(RuleBasedStateMachine):
             self.job.__exit__()
 
     def everything_is_back(self) -> None:
-        for one in self.world.storages:
-            assert one.device == ("zeros" if one.discarded else one.content)
-            if one.discarded:
-                one.discarded, one.content = False, "zeros"
+        for movable in self.world.movables:
+            one = movable.storage
+            told = movable.tensor_class in self.zeros
+            # of a class that is told to be lost some may have been saved
+            assert one.device == one.content or (told and one.device == "zeros"), (
+                movable.tensor_class
+            )
+            one.discarded, one.content = False, one.device
+        self.zeros.clear()
 
     @rule(call=st.sampled_from(CALLS), error=st.sampled_from(ERRORS))
     def something_is_about_to_fail(self, call, error) -> None:
@@ -76,8 +120,9 @@ class Yields(RuleBasedStateMachine):
         discard=st.sets(st.sampled_from(("optimizer_state", "parameter")), max_size=1),
         verify=st.booleans(),
         dry_run=st.booleans(),
+        lease=st.sampled_from((None, 5.0)),
     )
-    def yield_(self, level, keep, discard, verify, dry_run) -> None:
+    def yield_(self, *, level, keep, discard, verify, dry_run, lease) -> None:
         request = YieldRequest(
             level=level,
             keep=tuple(sorted(keep - discard)),
@@ -85,21 +130,38 @@ class Yields(RuleBasedStateMachine):
             verify=verify,
             dry_run=dry_run,
             wait_seconds=10.0,
+            lease_seconds=lease,
         )
-        self.command(lambda: self.world.engine.yield_(request))
+        report = self.command(lambda: self.world.engine.yield_(request))
+        if report is not None and not dry_run:
+            self.zeros |= set(report.discarded_bytes)
+
+    @rule()
+    def the_lease_ends(self) -> None:
+        faults = self.world.faults
+        faults.now = {call: one for call, one in faults.now.items() if isinstance(one, Exception)}
+        self.clock.passes(self.world.engine._lease._ends)
 
     @rule(classes=st.none() | st.sets(st.sampled_from(CLASSES), min_size=1, max_size=2))
     def restore(self, classes) -> None:
         chosen = None if classes is None else tuple(classes)
         self.command(lambda: self.world.engine.restore(RestoreRequest(classes=chosen)))
 
-    def command(self, call) -> None:
+    def command(self, call):
+        engine, before = self.world.engine, self.world.engine.status.state
         try:
-            call()
+            return call()
         except YieldRefusedError:
-            pass
-        except YieldFailedError:
-            assert self.world.engine.status.state is not YieldState.RUNNING
+            return None
+        except YieldFailedError as error:
+            said = str(error)
+            assert engine.status.state is not YieldState.RUNNING or "thrown away already" in said
+        except KeyboardInterrupt:
+            said = engine.status.reason if before is YieldState.RUNNING else ""
+        if "thrown away already" in said:
+            named = said.split("contents of ")[1].split(" were")[0]
+            self.zeros |= set(named.split(", "))
+        return None
 
     @invariant()
     def bytes_are_somewhere(self) -> None:

@@ -242,8 +242,12 @@ def test_an_old_driver_is_found_out_by_the_keeper(make, device):
 
 def test_a_python_that_is_not_there(make):
     driver = make(settings={"python": "/nowhere/python"})
-    with pytest.raises(YieldRefusedError, match="/nowhere/python"):
+    with pytest.raises(YieldRefusedError) as refused:
         driver.prepare()
+    assert str(refused.value) == (
+        "driver checkpoint: its helper process could not be started: "
+        "[Errno 2] No such file or directory: '/nowhere/python'"
+    )
 
 
 def test_a_refusal_is_raised_before_anything_is_begun(make, device):
@@ -498,3 +502,32 @@ def test_a_parent_that_ends_leaves_no_keeper(device, how):
     finally:
         os.killpg(parent.pid, signal.SIGKILL)
         parent.stdout.close()
+
+
+@pytest.fixture
+def tracers(monkeypatch):
+    """Yama stands in the way: which processes this one let act on it; 0: nobody again."""
+    named = []
+    where = "gpumem_otel.yielding.checkpoint."
+    monkeypatch.setattr(where + "yama_scope", lambda: 1)
+    monkeypatch.setattr(where + "allow_tracing", lambda pid=0: named.append(pid) or True)
+    return named
+
+
+@pytest.mark.parametrize("refusals", [1, 20])
+def test_nobody_may_act_on_this_process_once_there_is_no_keeper(make, device, tracers, refusals):
+    driver = make()
+    device.plan(STATE, *[CUresult.CUDA_ERROR_NOT_PERMITTED] * refusals)
+    if refusals > 1:
+        with pytest.raises(YieldRefusedError, match="NOT_PERMITTED"):
+            driver.prepare()
+    else:
+        driver.prepare()
+        link = driver._link
+        assert tracers == [link.pid]
+        assert driver.close()
+        assert link.join(10)
+    assert len(tracers) == 2
+    assert tracers[0] > 0
+    assert tracers[1] == 0
+    assert not driver._named_tracer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from support import fake_driver, yield_parts
@@ -100,6 +101,23 @@ def test_without_a_keeper_auto_is_tensors_alone_and_process_is_refused(world, de
     assert (gone.state, gone.level, device.names) == (YieldState.YIELDED, YieldLevel.TENSORS, [])
     assert any("CUDA_ERROR_UNKNOWN" in note for note in gone.notes)
     assert not world.gate.closed
+    world.engine.restore()
+    assert world.all_on_device
+
+
+def test_a_helper_that_can_not_be_started_is_named_in_the_refusal_and_in_the_note(world, device):
+    checkpoint = world.checkpoint
+    checkpoint._settings = replace(checkpoint._settings, python="/nowhere/python")
+    why = (
+        "driver checkpoint: its helper process could not be started: "
+        "[Errno 2] No such file or directory: '/nowhere/python'"
+    )
+    with pytest.raises(YieldRefusedError) as refused:
+        world.engine.yield_(PROCESS)
+    assert str(refused.value) == why
+    gone = world.engine.yield_(YieldRequest(level=YieldLevel.AUTO))
+    assert (gone.state, gone.level, device.names) == (YieldState.YIELDED, YieldLevel.TENSORS, [])
+    assert gone.notes == (f"tensors alone, the context stays: {why}",)
     world.engine.restore()
     assert world.all_on_device
 

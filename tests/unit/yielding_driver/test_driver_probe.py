@@ -67,7 +67,7 @@ def test_nothing_stands_in_the_way(ask, device):
 
 def test_it_is_not_installed(ask):
     for module in ("no_such_package.driver", "no_such_module"):
-        assert "pip install 'gpumem-otel[driver]'" in ask(driver=module)
+        assert "pip install cuda-bindings nvidia-ml-py" in ask(driver=module)
 
 
 def test_what_the_caller_knows(ask):

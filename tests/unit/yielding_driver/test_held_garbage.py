@@ -67,6 +67,19 @@ def test_what_the_job_keeps_from_being_collected_stays_so():
         gc.unfreeze()
 
 
+def test_what_the_job_keeps_from_being_collected_meanwhile_stays_so():
+    """A server that freezes before it forks, while another thread gave the memory back."""
+    held = HeldGarbage()
+    held.hold()
+    try:
+        new = [Thing() for _ in range(1000)]
+        gc.freeze()
+        held.let_go()
+        assert gc.get_freeze_count() > len(new)
+    finally:
+        gc.unfreeze()
+
+
 def test_nothing_is_collected_until_the_process_runs_again(driver):
     before = garbage()
     driver.lock_and_checkpoint(5.0, None)

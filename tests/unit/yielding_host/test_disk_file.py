@@ -55,7 +55,8 @@ def test_it_has_no_name_and_is_for_this_user_alone(make, tmp_path, monkeypatch, 
 
 
 @pytest.mark.parametrize("where", ["disk", "/dev/shm"])
-def test_what_is_written_is_read_back(make, tmp_path, where):
+def test_what_is_written_is_read_back(make, tmp_path, where, monkeypatch):
+    monkeypatch.setattr(diskfile, "_IN_MEMORY", frozenset())  # for its lack of direct transfers
     file = make(tmp_path if where == "disk" else where)
     data = os.urandom(10 * DISK_BLOCK)
     file.write(3 * DISK_BLOCK, aligned(data))
@@ -94,6 +95,25 @@ def test_too_little_room_is_refused_with_numbers(make, tmp_path):
         make(tmp_path, 1 << 50)
     assert str(tmp_path) in str(refused.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_in_memory_is_refused(make):
+    with pytest.raises(YieldRefusedError, match=r"/dev/shm is a tmpfs.*a folder on disk"):
+        make("/dev/shm")
+
+
+def test_a_forked_child_does_not_keep_the_room(make, tmp_path):
+    file = make(tmp_path)
+    descriptor = file._file
+    child = os.fork()
+    if not child:
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os._exit(0)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert os.fstat(descriptor).st_size == SIZE
 
 
 def test_a_folder_that_is_not_there_is_refused(make, tmp_path):

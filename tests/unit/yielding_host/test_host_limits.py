@@ -53,6 +53,16 @@ def test_no_limit_is_no_limit_however_it_is_written():
     assert room(MEMINFO, groups, 0) == HostRoom(60 * GIB, "the machine")
 
 
+def test_a_group_that_is_slowed_down_sooner_counts_from_there():
+    groups = [
+        Group("/slow", f"{50 * GIB}\n", f"{GIB}\n", "", f"{9 * GIB}\n"),
+        Group("/max", "max\n", f"{GIB}\n", "", "max\n"),
+    ]
+    assert room(MEMINFO, groups, 0) == HostRoom(8 * GIB, "cgroup /slow")
+    only = Group("/high", "max\n", f"{GIB}\n", "", f"{3 * GIB}\n")
+    assert room(MEMINFO, [only], 0) == HostRoom(2 * GIB, "cgroup /high")
+
+
 def test_a_full_group_has_nothing_and_never_less():
     assert room(MEMINFO, [Group("/full", f"{GIB}", f"{2 * GIB}")], 0) == HostRoom(0, "cgroup /full")
 
@@ -76,12 +86,27 @@ def test_files_of_version_2_up_to_the_top(tmp_path):
             "proc/self/cgroup": "0::/jobs/one\n",
             "sys/fs/cgroup/jobs/one/memory.max": "max\n",
             "sys/fs/cgroup/jobs/one/memory.current": f"{GIB}\n",
+            "sys/fs/cgroup/jobs/one/memory.high": f"{30 * GIB}\n",
             "sys/fs/cgroup/jobs/memory.max": f"{20 * GIB}\n",
             "sys/fs/cgroup/jobs/memory.current": f"{5 * GIB}\n",
             "sys/fs/cgroup/jobs/memory.stat": f"inactive_file {GIB}\n",
         },
     )
     assert read_room(0, str(tmp_path)) == HostRoom(16 * GIB, "cgroup /jobs")
+
+
+def test_the_file_of_the_slow_down_is_read(tmp_path):
+    put(
+        tmp_path,
+        {
+            "proc/meminfo": MEMINFO,
+            "proc/self/cgroup": "0::/job\n",
+            "sys/fs/cgroup/job/memory.max": "max\n",
+            "sys/fs/cgroup/job/memory.high": f"{7 * GIB}\n",
+            "sys/fs/cgroup/job/memory.current": f"{5 * GIB}\n",
+        },
+    )
+    assert read_room(0, str(tmp_path)) == HostRoom(2 * GIB, "cgroup /job")
 
 
 def test_files_of_version_1_seen_from_inside_a_container(tmp_path):

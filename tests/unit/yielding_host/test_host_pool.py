@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import mmap
 import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -13,6 +17,7 @@ from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.yielding.hostmem import HostPool
 
 MIB = 1 << 20
+ROOT = Path(__file__).parents[3]
 
 
 class Driver:
@@ -208,14 +213,20 @@ def test_an_address_space_that_is_full_is_refused(make):
     assert pool.capacity_bytes == 0
 
 
-def test_threads_can_be_bound_to_where_a_device_is(make, driver):
-    seen = []
-    pool = make(bind=lambda device: seen.append((device, threading.current_thread().name)))
+def test_threads_work_for_the_device_that_it_is_for(make, driver):
+    pool = make()
     pool.grow_to(3 * MIB, device=5)
     pieces(pool)
     pool.stop()
-    assert {device for device, _ in seen} == driver.used == {5}
-    assert {name.split("-")[1] for _, name in seen} == {"touch", "pin"}
+    assert driver.used == {5}
+
+
+def is_mapped(address):
+    with Path("/proc/self/maps").open() as file:
+        return any(
+            int(line.split("-")[0], 16) <= address < int(line.split()[0].split("-")[1], 16)
+            for line in file
+        )
 
 
 def test_a_forked_child_has_none_of_it(make):
@@ -224,12 +235,74 @@ def test_a_forked_child_has_none_of_it(make):
     (piece,) = pieces(pool)
     child = os.fork()
     if not child:
-        with Path("/proc/self/maps").open() as file:
-            there = any(
-                int(line.split("-")[0], 16)
-                <= piece.address
-                < int(line.split()[0].split("-")[1], 16)
-                for line in file
-            )
-        os._exit(1 if there else 0)
+        os._exit(1 if is_mapped(piece.address) or pool.capacity_bytes else 0)
     assert os.waitpid(child, 0)[1] == 0
+
+
+@pytest.mark.parametrize("how", ["collected", "closed"])
+def test_a_forked_child_unmaps_and_unpins_nothing(driver, how):
+    """The kernel gives the child's own memory the place of the parent's."""
+    pool = HostPool(driver, piece_bytes=64 * MIB, threads=3)
+    pool.grow_to(64 * MIB, 0)
+    (piece,) = pieces(pool)
+    address = piece.address
+    pool.settle()
+    child = os.fork()
+    if not child:
+        mine = [mmap.mmap(-1, 8 * MIB) for _ in range(64)]
+        for one in mine:
+            one[:4] = b"live"
+        places = [ctypes.addressof(ctypes.c_char.from_buffer(one)) for one in mine]
+        inside = sum(address <= place < address + 64 * MIB for place in places)
+        if how == "closed":
+            piece.close()
+            pool.give_back()
+        del piece, pool
+        gc.collect()
+        still = all(is_mapped(place) for place in places)
+        os._exit(0 if inside and still and len(driver.pinned) == 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert is_mapped(address)
+    assert pool.give_back() == 64 * MIB
+    assert driver.pinned == {}
+
+
+def test_a_pool_that_is_collected_gives_all_of_it_back(driver):
+    pool = HostPool(driver, piece_bytes=4 * MIB, threads=3)
+    pool.grow_to(8 * MIB, 7)
+    addresses = [piece.address for piece in pieces(pool)]
+    pool.settle()
+    driver.used.clear()
+    assert len(driver.pinned) == 2
+    del pool
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "gpumem-unpin":
+            thread.join(20)
+    assert driver.pinned == {}
+    assert driver.used == {7}
+    assert not any(is_mapped(address) for address in addresses)
+
+
+def test_at_the_end_of_the_interpreter_nothing_is_unpinned():
+    """CUDA may be gone by then."""
+    script = """
+import ctypes, os
+from gpumem_otel.yielding.hostmem import HostPool
+class Driver:
+    use = staticmethod(lambda device: None)
+    register = staticmethod(lambda address, size_bytes, device: "")
+    unregister = staticmethod(lambda address: os.write(1, b"unpinned"))
+    host_bytes = staticmethod(lambda address, size_bytes: None)
+pool = HostPool(Driver, piece_bytes=1 << 20)
+pool.grow_to(1 << 20, 0)
+pool.settle()
+cycle = [pool]
+cycle.append(cycle)
+print(pool.pinned_bytes, flush=True)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{MIB}\n", "")

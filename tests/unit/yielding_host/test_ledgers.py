@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import stat
@@ -17,6 +19,8 @@ from gpumem_otel.yielding.hostlimits import HostRoom
 from gpumem_otel.yielding.ledger import DeviceLedger, HostLedger
 
 ROOT = Path(__file__).parents[3]
+PATIENCE = 100
+"""Seconds for a process of a machine that is busy; none of them takes long by itself."""
 PLENTY = HostRoom(1 << 50, "the test")
 
 
@@ -43,12 +47,27 @@ def entries(folder):
     return sorted(path.name for path in Path(folder).glob("host-*"))
 
 
-def start(script, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), *arguments],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+@pytest.fixture
+def start():
+    """Starts processes, which are gone afterwards with their pipes, whatever became of the test."""
+    started = []
+
+    def begin(script, *arguments):
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(script), *arguments],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def test_what_another_reserved_and_has_not_touched_is_not_free(make):
@@ -112,6 +131,61 @@ def test_a_folder_of_others_is_refused(folder):
         ledger.reserve(1)
 
 
+def test_a_ledger_that_is_collected_holds_nothing(folder, make):
+    gone = HostLedger(folder, lambda: HostRoom(1000, "the test"))
+    gone.reserve(900)
+    entry = gone._entry
+    del gone
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(entry)
+    assert make().reserve(1000) == 1000
+    assert len(entries(folder)) == 1
+
+
+def test_small_amounts_are_told_as_such(make):
+    with pytest.raises(YieldRefusedError, match=r"3\.5 MiB are needed and 1000 B can be taken"):
+        make().reserve(7 << 19)
+
+
+LOCK = """
+    import fcntl, os, signal, sys
+    fcntl.flock(os.open(sys.argv[1], os.O_RDWR | os.O_CREAT, 0o600), fcntl.LOCK_EX)
+    print("holds", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_lock_that_is_not_let_go_is_not_waited_for_without_end(start, make, folder, clock):
+    ledger = make(monotonic=clock.monotonic, sleep=clock.sleep)
+    other = make()
+    ledger.reserve(400)
+    holder = start(LOCK, f"{folder}/lock")  # and stands still
+    assert holder.stdout.readline() == "holds\n"
+    with pytest.raises(YieldRefusedError, match=rf"PID {holder.pid}\).* 5 s; let it go on"):
+        ledger.reserve(100)
+    assert clock.now == 5.0
+    with pytest.raises(YieldRefusedError, match=r"for 1 s"):
+        ledger.reserve(100, wait_seconds=1.0)
+    assert clock.now == 6.0
+    ledger.settle()  # undoing needs no lock
+    ledger.keep(300)
+    assert clock.now == 6.0
+    clock.on_sleep = lambda: holder.communicate("\n", timeout=PATIENCE)
+    assert ledger.reserve(100) == 100
+    assert ledger.held_bytes == 400
+    assert other.reserve(900) == 900
+
+
+def test_closing_needs_no_lock(start, make, folder):
+    ledger = make()
+    ledger.reserve(400)
+    holder = start(LOCK, f"{folder}/lock")
+    assert holder.stdout.readline() == "holds\n"
+    ledger.close()
+    assert entries(folder) == []
+
+
 HOLD = """
     import os, sys
     from gpumem_otel.errors import YieldRefusedError
@@ -124,20 +198,20 @@ HOLD = """
 """
 
 
-def test_a_process_that_died_holds_nothing(make, folder):
+def test_a_process_that_died_holds_nothing(start, make, folder):
     holder = start(HOLD, folder)
     assert holder.stdout.readline() == "900\n"
     ledger = make()
     with pytest.raises(YieldRefusedError):
         ledger.reserve(500)
-    holder.communicate("\n", timeout=30)
+    holder.communicate("\n", timeout=PATIENCE)
     assert holder.returncode == 9
     assert len(entries(folder)) == 1
     assert ledger.reserve(500) == 500
     assert len(entries(folder)) == 1
 
 
-def test_a_forked_child_does_not_speak_for_its_dead_parent(make, folder):
+def test_a_forked_child_does_not_speak_for_its_dead_parent(start, make, folder):
     parent = start(
         """
         import os, sys
@@ -156,10 +230,10 @@ def test_a_forked_child_does_not_speak_for_its_dead_parent(make, folder):
         folder,
     )
     assert parent.stdout.readline() == "forked\n"
-    parent.wait(timeout=30)
+    parent.wait(timeout=PATIENCE)
     ledger = make()
     assert ledger.reserve(1000) == 1000
-    out, _ = parent.communicate("\n", timeout=30)
+    out, _ = parent.communicate("\n", timeout=PATIENCE)
     assert out == "child\n"
 
 
@@ -199,7 +273,7 @@ EIGHT = """
 """
 
 
-def test_eight_processes_never_take_more_than_there_is(folder, tmp_path):
+def test_eight_processes_never_take_more_than_there_is(start, folder, tmp_path):
     kernel = tmp_path / "kernel"
     kernel.write_text("0")
     children = [start(EIGHT, folder, str(kernel), str(number)) for number in range(8)]
@@ -208,7 +282,7 @@ def test_eight_processes_never_take_more_than_there_is(folder, tmp_path):
     for child in children:
         child.stdin.write("\n")
         child.stdin.flush()
-    results = [json.loads(child.communicate(timeout=100)[0]) for child in children]
+    results = [json.loads(child.communicate(timeout=PATIENCE)[0]) for child in children]
     assert max(worst for worst, _, _ in results) <= 10_000
     assert all(granted for _, granted, _ in results)
     assert sum(refused for _, _, refused in results) > 0  # they did meet the limit
@@ -258,7 +332,7 @@ def test_room_that_comes_is_waited_for(gpus, clock):
 
 def test_room_that_does_not_come_is_told_in_bytes(gpus, clock):
     with (
-        pytest.raises(YieldRefusedError, match=r"GPU-1: 2\.00 GiB of 3\.00 GiB are missing"),
+        pytest.raises(YieldRefusedError, match=r"GPU-1: 2\.0 GiB of 3\.0 GiB are missing"),
         gpus.room("GPU-1", 3 << 30, lambda: 1 << 30, 1.5, never),
     ):
         pytest.fail("there is no room")
@@ -281,7 +355,7 @@ def test_an_error_within_leaves_the_lock_free(gpus):
         pass
 
 
-def test_one_process_at_a_time_on_a_gpu(gpus, folder, clock):
+def test_one_process_at_a_time_on_a_gpu(start, gpus, folder, clock):
     other = start(
         """
         import sys
@@ -294,12 +368,12 @@ def test_one_process_at_a_time_on_a_gpu(gpus, folder, clock):
     )
     assert other.stdout.readline() == "holds\n"
     with (
-        pytest.raises(YieldRefusedError, match="GPU-1"),
+        pytest.raises(YieldRefusedError, match=rf"GPU-1: another process \(PID {other.pid}\) rest"),
         gpus.room("GPU-1", 1, lambda: 1, 1.0, never),
     ):
         pytest.fail("another process holds it")
     with gpus.room("GPU-2", 1, lambda: 1, 0.0, never):
         pass
-    clock.on_sleep = lambda: other.communicate("\n", timeout=30)
+    clock.on_sleep = lambda: other.communicate("\n", timeout=PATIENCE)
     with gpus.room("GPU-1", 1, lambda: 1, 5.0, never):
         assert other.returncode == 0

@@ -8,6 +8,8 @@ import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from gpumem_otel.yielding.workers import Workers
 
 ROOT = Path(__file__).parents[3]
@@ -52,6 +54,53 @@ def test_what_waits_can_be_dropped():
     threading.Timer(0.05, end.set).start()
     assert workers.finish(drop=True) == 5
     assert done == ["first"]
+
+
+def test_threads_that_can_not_be_set_up_work_all_the_same(caplog):
+    def first():
+        raise RuntimeError("no such device")
+
+    workers, done = Workers(2, "gpumem-test", first), []
+    for number in range(5):
+        workers.do(lambda number=number: done.append(number))
+    workers.finish()
+    assert sorted(done) == [0, 1, 2, 3, 4]
+    assert "no such device" in caplog.text
+
+
+def test_without_a_thread_a_job_is_refused_and_not_kept(monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    workers, done = Workers(2, "gpumem-test"), []
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            workers.do(lambda: done.append("refused"))
+        workers.finish()
+    workers.do(lambda: done.append("done"))
+    workers.finish()
+    assert done == ["done"]
+
+
+def test_after_an_interrupted_wait_what_is_asked_is_done(monkeypatch):
+    workers, end, done = Workers(1, "gpumem-test"), threading.Event(), []
+    workers.do(lambda: (end.wait(20), done.append("late")))
+    (thread,) = workers._threads
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "join", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            workers.finish()
+    end.set()
+    thread.join(0.2)  # it may go on, or end
+    workers.do(lambda: done.append("again"))
+    workers.finish()
+    assert done == ["late", "again"]
+    assert not thread.is_alive()
+
+
+def interrupted(thread, timeout=None):
+    raise KeyboardInterrupt
 
 
 def test_a_job_that_exits_does_not_wait_for_them():

@@ -1,0 +1,40 @@
+"""What `doctor` says about the control listener."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from gpumem_otel.cli.checks import MISSING, OK, PROBLEM, Check
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from gpumem_otel.config import Config
+
+__all__ = ["control"]
+
+
+def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
+    """Whether commands would be taken, with the checks of the listener itself."""
+    from gpumem_otel.ranks import identify
+    from gpumem_otel.serve.control_settings import refusals
+
+    asked, run_dir = config.control, config.serve.run_dir
+    if not asked.enabled:
+        advice = "set GPUMEM_OTEL_CONTROL=1 for 'gpumem-otel ctl'"
+        return [Check("control", MISSING, "off: no commands to yield are taken", advice)]
+    found = refusals(asked, run_dir=run_dir, local_rank=identify(environ).local_rank)
+    if found:
+        return [
+            Check("control", PROBLEM, f"would not start, because: {line}", "no commands are taken")
+            for line in found
+        ]
+    where = [f"a socket in {run_dir}"] if run_dir else []
+    if asked.host:
+        scheme = "https" if asked.tls_cert_file else "http"
+        host = f"[{asked.host}]" if ":" in asked.host else asked.host
+        where.append(f"{scheme}://{host}:{asked.port or '(any free port)'}")
+    inherited = bool(asked.host and asked.token)
+    advice = "GPUMEM_OTEL_CONTROL_TOKEN is inherited by every child process: use a token file"
+    detail = f"takes commands at {' and '.join(where)}"
+    return [Check("control", OK, detail, advice if inherited else "")]
