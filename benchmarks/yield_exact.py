@@ -12,7 +12,8 @@ asked for too, and have to be refused without touching the job.
 The file is rewritten after every pair of processes and read again at the start: kill it at will,
 call it again, and it goes on with new seeds until each job has had its yields. `--table FILE`
 prints what a file holds. `--way idle` does nothing at the chosen steps and `--way corrupt` flips
-one bit instead: with them and `--device cpu` the comparison itself is shown to work.
+one bit instead: with them and `--device cpu` the comparison itself is shown to work, and then exit
+code 1 is right for `corrupt`. Yields themselves need a GPU.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -37,10 +39,9 @@ HERE = Path(__file__).resolve()
 ROOT = HERE.parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.yield_jobs import ENVIRON, JOBS, Hooks, make_job  # noqa: E402 - found by the line above
-
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
     import torch
 
@@ -57,12 +58,32 @@ CHILD_SECONDS = 280.0
 # -- the parent: which processes to run, and what they said ---------------------------------------
 
 
+def jobs() -> ModuleType:
+    """The jobs, which need torch."""
+    from support import yield_jobs
+
+    return yield_jobs
+
+
+def why_not(arguments: argparse.Namespace) -> str:
+    """Why nothing can be run here, "" where it can."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    if arguments.device == "cpu":
+        return "yields need a GPU; --way idle or corrupt do not" * (arguments.way == "yields")
+    import torch as torch_
+
+    if torch_.cuda.is_available():
+        return ""
+    return "torch finds no CUDA device; --device cpu --way corrupt tries the comparison alone"
+
+
 def plan(name: str, number: int, yields: int, every: int) -> dict[str, Any]:
     """The steps at which run `number` of a job yields, how, and on which level.
 
     At every so many (`every`, 0 for the job's own number) another level than the usual one.
     """
-    spec = JOBS[name]
+    spec = jobs().JOBS[name]
     every = every or spec.others_every
     chosen = random.Random(f"{name} {number}")
     steps = STEPS_PER_YIELD * yields + 8
@@ -93,7 +114,7 @@ def child(plan_: dict[str, Any], way: str, device: str, seconds: float) -> dict[
                 capture_output=True,
                 text=True,
                 timeout=seconds,
-                env={**os.environ, **ENVIRON},
+                env={**os.environ, **jobs().ENVIRON},
                 check=False,
             )
         except subprocess.TimeoutExpired as late:
@@ -175,10 +196,8 @@ def table(held: dict[str, Any]) -> str:
         "| job | yields | by command | by level | refused, as it must be | losses | equal |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for name in JOBS:
+    for name in sorted({run["job"] for run in held["runs"]}):
         runs = [run for run in held["runs"] if run["job"] == name]
-        if not runs:
-            continue
         sums: dict[str, int] = {}
         refused: dict[str, int] = {}
         for run in runs:
@@ -205,19 +224,23 @@ def table(held: dict[str, Any]) -> str:
 
 def run_all(arguments: argparse.Namespace) -> int:
     """Run what is missing; 1 where a run was not equal."""
+    reason = why_not(arguments)
+    if reason:
+        raise SystemExit(f"yield_exact.py: {reason}")
+    known = jobs().JOBS
     results = Results(arguments.out)
     end = time.monotonic() + arguments.seconds
-    names = arguments.jobs.split(",") if arguments.jobs else list(JOBS)
-    unknown = [name for name in names if name not in JOBS]
+    names = arguments.jobs.split(",") if arguments.jobs else list(known)
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise SystemExit(f"no such job: {', '.join(unknown)}; known: {', '.join(JOBS)}")
-    names = [n for n in names if arguments.device == "cuda" or not JOBS[n].cuda_only]
+        raise SystemExit(f"no such job: {', '.join(unknown)}; known: {', '.join(known)}")
+    names = [n for n in names if arguments.device == "cuda" or not known[n].cuda_only]
     took: dict[str, float] = {}
 
     def all_of(name: str) -> bool:
         right = True
         while True:
-            spec = JOBS[name]
+            spec = known[name]
             asked = arguments.yields or spec.yields
             missing = asked - sum(good(run) for run in results.of(name))
             left = end - time.monotonic()
@@ -260,7 +283,8 @@ class Way:
         self.unexpected: list[str] = []
         self.notes: dict[str, Any] = {}
 
-    hooks = Hooks()
+    hooks: Any = None
+    """What the job tells of its threads and models; None for what a job tells nobody."""
 
     def install(self) -> None:
         """Before the job is built."""
@@ -310,7 +334,7 @@ class Yields(Way):
         from gpumem_otel.core.yields import OperationState, RestoreRequest, YieldLevel, YieldRequest
         from gpumem_otel.errors import YieldRefusedError
 
-        class Told(Hooks):
+        class Told(jobs().Hooks):  # type: ignore[misc]
             def watch(self, *objects: Any, **named: Any) -> None:
                 gpumem_otel.watch(*objects, **named)
 
@@ -325,7 +349,7 @@ class Yields(Way):
             interval_seconds=3600, profiles=("live",), run_dir=self.asked["run_dir"], port=0
         )
         self.thread: threading.Thread | None = None
-        self.may_be_refused = JOBS[self.asked["job"]].refused
+        self.may_be_refused = jobs().JOBS[self.asked["job"]].refused
         self.moved = 0
         self.over = False
 
@@ -475,7 +499,7 @@ def run_child(asked: dict[str, Any], path: Path) -> None:
     began = time.perf_counter()
     way = WAYS[asked["way"]](asked)
     way.install()
-    job = make_job(asked["job"], asked["device"], asked["seed"], way.hooks)
+    job = jobs().make_job(asked["job"], asked["device"], asked["seed"], way.hooks or jobs().Hooks())
     if isinstance(way, Corrupt):
         way.job = job
     due = [] if asked["way"] == "never" else list(asked["yields"])
@@ -519,7 +543,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="JSON of all runs; gone on with where it exists")
-    parser.add_argument("--jobs", default="", help=f"of {', '.join(JOBS)}; default all")
+    parser.add_argument("--jobs", default="", help="names of jobs, with commas; default all")
     parser.add_argument("--yields", type=int, default=0, help="per job, instead of its own number")
     parser.add_argument("--others-every", type=int, default=0, help="another level so often")
     parser.add_argument("--seconds", type=float, default=540.0, help="begin nothing new after it")
@@ -530,7 +554,11 @@ def main() -> int:
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.table is not None:
-        held = json.loads(arguments.table.read_text())
+        try:
+            held = json.loads(arguments.table.read_text())
+        except OSError as error:
+            line = f"{arguments.table}: {error.strerror}; --out writes such a file"
+            raise SystemExit(line) from error
         print(json.dumps(held.get("machine")), table(held), sep="\n\n")
         return 0
     if arguments.child:

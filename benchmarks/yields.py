@@ -12,7 +12,9 @@ one batch is compared bit for bit with that of before.
 
 `pip install pytorch-memlab torch-memory-saver` for the other tools: a row says where one is
 missing or does not run. What does not fit into `--seconds` is left out and named; `--only` runs
-parts alone. The file takes one more run each time; `--table FILE` prints what it holds.
+parts alone. The file takes one more run each time; `--table FILE` prints what it holds, without
+torch too. Host memory as large as the largest job and 8 GiB is used once where the machine shows
+less as available, since virtual machines may be given it only then.
 """
 
 from __future__ import annotations
@@ -70,6 +72,9 @@ PLAN = (
 def run_all(arguments: argparse.Namespace) -> int:
     """Every part that fits into the time, one process after the other."""
     began = time.monotonic()
+    why_not = why_no_device()
+    if why_not:
+        raise SystemExit(f"yields.py: {why_not}; nothing was measured")
     wanted = set(arguments.only.split(",")) if arguments.only else None
     sizes = {int(one) for one in arguments.gib.split(",")}
     rows: list[dict[str, Any]] = []
@@ -102,6 +107,20 @@ def run_all(arguments: argparse.Namespace) -> int:
         arguments.out.write_text(json.dumps(held, indent=1) + "\n")
     print(table(run))
     return 0
+
+
+def why_no_device() -> str:
+    """Why nothing can be measured here, "" where it can; asked in another process."""
+    if importlib.util.find_spec("torch") is None:
+        return "torch is not installed"
+    look = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", look], capture_output=True, text=True, check=False
+    )
+    if done.returncode in {0, 3}:
+        return "torch finds no CUDA device" if done.returncode else ""
+    said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    return f"torch can not be imported: {said[0]}"
 
 
 def child(gib: int, parts: tuple[str, ...], seconds: float) -> dict[str, Any]:
@@ -191,6 +210,15 @@ def fill(size_bytes: int) -> None:
         children.append(pid)
     for pid in children:
         os.waitpid(pid, 0)
+
+
+def held_in(path: Path) -> dict[str, Any]:
+    """What a file of runs holds; one line where it can not be read."""
+    try:
+        held: dict[str, Any] = json.loads(path.read_text())
+    except OSError as error:
+        raise SystemExit(f"{path}: {error.strerror}; --out writes such a file") from error
+    return held
 
 
 def table(run: dict[str, Any]) -> str:
@@ -533,7 +561,7 @@ def main() -> int:
     parser.add_argument("--grow", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.table is not None:
-        print("\n\n".join(table(run) for run in json.loads(arguments.table.read_text())["runs"]))
+        print("\n\n".join(table(run) for run in held_in(arguments.table)["runs"]))
         return 0
     if arguments.grow:
         fill(arguments.grow)
