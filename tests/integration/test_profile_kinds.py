@@ -103,7 +103,7 @@ def test_all_kinds_reach_a_server(torch, job, start):
         else:
             pytest.fail("the peak is not that of weights and one batch")
         torch.allocators[0].alloc(50_000, (FRAME,))  # a leak: growth shows it
-        for _ in range(60):
+        for _ in range(600):  # a busy machine has many pushes of before still to tell of
             assert server.pushed.acquire(timeout=20)
             if total(server.url, "job", kind_of("growth")) >= 49_664:
                 break
