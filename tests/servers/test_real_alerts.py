@@ -33,7 +33,7 @@ pytestmark = pytest.mark.servers
 DIVIDED_BY = 200.0
 """How much shorter the windows of the rules are here: an hour is 18 s."""
 
-OF_NOW = ("gpumem_exporter_", "gpumem_last_")
+OF_NOW = ("gpumem_exporter_", "gpumem_last_", "gpumem_values_timestamp_seconds")
 """Beginnings of names whose values are of the exporter's own run, or times of now."""
 
 
