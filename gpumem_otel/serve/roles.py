@@ -16,12 +16,11 @@ import hmac
 import os
 from dataclasses import dataclass, field
 from enum import Enum
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.core.text import printable
 from gpumem_otel.errors import ServeError
-from gpumem_otel.logs import named_logger
+from gpumem_otel.serve.watchedfile import WatchedFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -37,8 +36,6 @@ __all__ = [
     "client_roles",
     "parse_tokens",
 ]
-
-_log = named_logger("gpumem_otel.serve")
 
 _MAX_FILE_BYTES: Final = 64 * 1024
 _MAX_TOKENS: Final = 64
@@ -168,15 +165,15 @@ class Gatekeeper:
             self._everyone, self._named = client_roles(config.client_roles)
         except ValueError as exc:
             raise ServeError(f"control_client_roles: {exc}") from exc
-        self._file = Path(config.token_file) if config.token_file else None
-        self._from_file: tuple[_Token, ...] = ()
-        self._seen: tuple[int, int, int] | None = None
-        self._warned = False
-        if self._file is not None:
-            try:
-                self._load(self._file)
-            except (OSError, ValueError) as exc:
-                raise ServeError(f"control token file {self._file}: {_reason(exc)}") from exc
+        self._file: WatchedFile[tuple[_Token, ...]] | None = None
+        if config.token_file:
+            self._file = WatchedFile(
+                config.token_file,
+                what="control token file",
+                stays="the last tokens stay",
+                parse=lambda data: tuple(_Token(value, who) for value, who in parse_tokens(data)),
+                most_bytes=_MAX_FILE_BYTES,
+            )
 
     @property
     def has_tokens(self) -> bool:
@@ -209,44 +206,12 @@ class Gatekeeper:
         return Principal(f"certificate {name}", roles) if roles else None
 
     def _bearer(self, authorization: str) -> Principal | None:
-        self._refresh()
+        from_file = () if self._file is None else self._file.value()
         scheme, _, shown = authorization.strip().partition(" ")
         offered = shown.strip().encode("latin-1", "replace")
         found = None
         # Every comparison runs, whatever the earlier ones said.
-        for token in (*self._fixed, *self._from_file):
+        for token in (*self._fixed, *from_file):
             if hmac.compare_digest(token.value, offered):
                 found = token.principal
         return found if scheme.lower() == "bearer" else None
-
-    def _refresh(self) -> None:
-        if self._file is None:
-            return
-        try:
-            if _stamp(self._file) != self._seen:
-                self._load(self._file)
-            self._warned = False
-        except (OSError, ValueError) as exc:
-            if not self._warned:
-                self._warned = True
-                _log.warning(
-                    "control token file %s: %s: the last tokens stay", self._file, _reason(exc)
-                )
-
-    def _load(self, path: Path) -> None:
-        stamp = _stamp(path)
-        with path.open("rb") as file:
-            data = file.read(_MAX_FILE_BYTES + 1)
-        self._from_file = tuple(_Token(value, who) for value, who in parse_tokens(data))
-        self._seen = stamp
-
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    status = path.stat()
-    return status.st_mtime_ns, status.st_ino, status.st_size
-
-
-def _reason(exc: OSError | ValueError) -> str:
-    if isinstance(exc, OSError) and exc.errno is not None:
-        return os.strerror(exc.errno)
-    return str(exc)

@@ -1,0 +1,77 @@
+"""A file whose contents count as they are now: read again when it changes, kept when it breaks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from gpumem_otel.errors import ServeError
+from gpumem_otel.logs import named_logger
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["WatchedFile"]
+
+_log = named_logger("gpumem_otel.serve")
+
+_T = TypeVar("_T")
+
+
+class WatchedFile(Generic[_T]):
+    """What a file held when it could last be used.
+
+    Args:
+        path: of the file.
+        what: its name in messages: `token file`.
+        stays: what a warning says of the value where the file has vanished or broken.
+        parse: makes the value; a ValueError says in one clause what is wrong.
+        most_bytes: read at most so many and one more, by which `parse` sees that it is too large.
+
+    Raises:
+        ServeError: it can not be read, or not be used, at the start.
+    """
+
+    def __init__(
+        self, path: str, *, what: str, stays: str, parse: Callable[[bytes], _T], most_bytes: int
+    ) -> None:
+        self._path = Path(path)
+        self._what = what
+        self._stays = stays
+        self._parse = parse
+        self._most_bytes = most_bytes
+        self._warned = False
+        try:
+            self._seen, self._value = self._read()
+        except (OSError, ValueError) as exc:
+            raise ServeError(f"{what} {path}: {_reason(exc)}") from exc
+
+    def value(self) -> _T:
+        """The value, after a look at whether the file has changed; warns once, never raises."""
+        try:
+            if _stamp(self._path) != self._seen:
+                self._seen, self._value = self._read()
+            self._warned = False
+        except (OSError, ValueError) as exc:
+            if not self._warned:
+                self._warned = True
+                _log.warning("%s %s: %s: %s", self._what, self._path, _reason(exc), self._stays)
+        return self._value
+
+    def _read(self) -> tuple[tuple[int, int, int], _T]:
+        stamp = _stamp(self._path)
+        with self._path.open("rb") as file:
+            data = file.read(self._most_bytes + 1)
+        return stamp, self._parse(data)
+
+
+def _stamp(path: Path) -> tuple[int, int, int]:
+    status = path.stat()
+    return status.st_mtime_ns, status.st_ino, status.st_size
+
+
+def _reason(exc: OSError | ValueError) -> str:
+    if isinstance(exc, OSError) and exc.errno is not None:
+        return os.strerror(exc.errno)
+    return str(exc)
