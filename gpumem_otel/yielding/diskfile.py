@@ -11,11 +11,11 @@ import errno
 import fcntl
 import os
 import tempfile
-import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+from gpumem_otel.yielding.inchild import tell_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,8 +27,6 @@ DISK_BLOCK: Final = 4096
 
 _MARGIN: Final = 256 << 20
 _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
-_known: Final[weakref.WeakSet[DiskFile]] = weakref.WeakSet()
-_hooked: Final[list[bool]] = []
 
 
 class DiskFile:
@@ -60,7 +58,7 @@ class DiskFile:
             self._file = _unnamed(folder)
         except OSError as error:
             raise YieldRefusedError(f"disk: {folder}: {error}; give another folder") from error
-        _remember(self)
+        tell_in_child(self)
         self.size_bytes = size_bytes
         try:
             os.posix_fallocate(self._file, 0, max(size_bytes, 1))
@@ -102,6 +100,10 @@ class DiskFile:
             os.close(self._file)
             self._file = -1
 
+    def forget_parent(self) -> None:
+        """In a forked child, which would keep the room taken as long as it lives."""
+        self.close()
+
     def _whole(self, move: Callable[[int], int], size: int) -> None:
         at = 0
         while at < size:
@@ -137,19 +139,6 @@ def _file_system(folder: str) -> str:
             if before.split()[2:3] == [number]:
                 return after.split()[0]
     return ""
-
-
-def _remember(file: DiskFile) -> None:
-    _known.add(file)
-    if not _hooked:
-        _hooked.append(True)
-        os.register_at_fork(after_in_child=_close_all)
-
-
-def _close_all() -> None:
-    """In a forked child, which would keep the room taken as long as it lives."""
-    for file in list(_known):
-        file.close()
 
 
 def _unnamed(folder: str) -> int:

@@ -26,9 +26,10 @@ from typing import Any, Final, Protocol
 
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.inchild import tell_in_child
 from gpumem_otel.yielding.workers import Workers
 
-__all__ = ["HostPool", "Piece", "Registrar", "threads_of_process"]
+__all__ = ["HostPool", "Piece", "Registrar", "rounded", "threads_of_process"]
 
 _log = named_logger("gpumem_otel.yielding")
 
@@ -42,8 +43,6 @@ _POPULATE_BYTES: Final = 8 << 20
 """In one call: it holds the lock of the address space, which registering wants too."""
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 _loaded: Final[list[Any]] = []
-_known: Final[weakref.WeakSet[HostPool]] = weakref.WeakSet()
-_hooked: Final[list[bool]] = []
 
 
 class Registrar(Protocol):
@@ -201,7 +200,7 @@ class HostPool:
         pinned_limit_bytes: int | None = None,
     ) -> None:
         self._registrar = registrar
-        self._piece_bytes = max(_rounded(piece_bytes, _PAGE), _PAGE)
+        self._piece_bytes = max(rounded(piece_bytes, _PAGE), _PAGE)
         self._limit = pinned_limit_bytes
         self._device = 0
         self._touchers = Workers(threads or threads_of_process(), "gpumem-touch", self._first)
@@ -213,7 +212,7 @@ class HostPool:
         self._untouched = 0
         self._touched: list[Piece] = []
         self.why_pageable = ""
-        _remember(self)
+        tell_in_child(self)
         weakref.finalize(self, _give_back_left, registrar, self._pieces).atexit = False
 
     @property
@@ -228,7 +227,7 @@ class HostPool:
 
     def room_for(self, size_bytes: int) -> int:
         """Bytes that the pool would have to grow by, its own rounding included."""
-        return max(_rounded(size_bytes, _PAGE) - self.capacity_bytes, 0)
+        return max(rounded(size_bytes, _PAGE) - self.capacity_bytes, 0)
 
     def grow_to(self, size_bytes: int, device: int) -> None:
         """Begin to make the line so long; returns at once.
@@ -306,7 +305,7 @@ class HostPool:
             self.why_pageable = ""
         return sum(piece.size_bytes for piece in gone)
 
-    def _forget(self) -> None:
+    def forget_parent(self) -> None:
         """In a forked child: what there is belongs to the parent, and so do the threads."""
         self._pieces.clear()
         self._starts.clear()
@@ -378,18 +377,6 @@ def _give_back_left(registrar: Registrar, pieces: list[Piece]) -> None:
             threading.Thread(target=give_back, name="gpumem-unpin", daemon=True).start()
 
 
-def _remember(pool: HostPool) -> None:
-    _known.add(pool)
-    if not _hooked:
-        _hooked.append(True)
-        os.register_at_fork(after_in_child=_forget_all)
-
-
-def _forget_all() -> None:
-    for pool in list(_known):
-        pool._forget()  # noqa: SLF001 - of this module
-
-
 def _close(piece: Piece) -> None:
     try:
         piece.close()
@@ -397,5 +384,6 @@ def _close(piece: Piece) -> None:
         _log.warning("host memory could not be given back", exc_info=True)
 
 
-def _rounded(size_bytes: int, unit: int) -> int:
+def rounded(size_bytes: int, unit: int) -> int:
+    """The next multiple of a unit."""
     return -(-size_bytes // unit) * unit

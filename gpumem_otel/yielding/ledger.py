@@ -28,6 +28,7 @@ from gpumem_otel.core.text import human_bytes
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.folders import opened
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.inchild import tell_in_child
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -43,8 +44,6 @@ _LOCK_SECONDS: Final = 5.0
 _LOCK_TICK_SECONDS: Final = 0.002
 """The lock of host memory is held for a millisecond or so."""
 _log = named_logger("gpumem_otel.yielding")
-_known: Final[weakref.WeakSet[HostLedger]] = weakref.WeakSet()
-_hooked: Final[list[bool]] = []
 
 
 class HostLedger:
@@ -145,7 +144,7 @@ class HostLedger:
                 opened(self._folder, "ledger", YieldRefusedError) as folder,
             ):
                 os.unlink(self._name, dir_fd=folder)
-        self._forget()
+        self.forget_parent()
 
     def _is_ours(self) -> bool:
         return self._entry >= 0 and self._pid == os.getpid()
@@ -208,7 +207,7 @@ class HostLedger:
         """Have a file, made under the lock: nobody finds it before it is locked itself."""
         if self._is_ours():
             return
-        self._forget()
+        self.forget_parent()
         self._pid = os.getpid()
         self._name = f"{_ENTRY}{self._pid}-{secrets.token_hex(4)}"
         self._entry = _open(self._name, folder)
@@ -216,14 +215,15 @@ class HostLedger:
         self._closer = weakref.finalize(self, os.close, self._entry)
         self._closer.atexit = False
         fcntl.flock(self._entry, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remember(self)
+        tell_in_child(self)
 
     def _write(self, held: int, pending: int) -> None:
         """In one call, within a page: nobody reads half of it."""
         os.pwrite(self._entry, f"{held} {pending}\n".ljust(64).encode(), 0)
         self._held, self._pending = held, pending
 
-    def _forget(self) -> None:
+    def forget_parent(self) -> None:
+        """Let go of the entry without a word in the folder: in a forked child it is another's."""
         closer, self._closer = self._closer, None
         if closer is not None:
             closer()
@@ -327,15 +327,3 @@ def _holder(file: int) -> str:
             if fields[1] == "FLOCK" and fields[5].endswith(inode):
                 return f"another process (PID {fields[4]})"
     return "another process"
-
-
-def _remember(ledger: HostLedger) -> None:
-    _known.add(ledger)
-    if not _hooked:
-        _hooked.append(True)
-        os.register_at_fork(after_in_child=_forget_all)
-
-
-def _forget_all() -> None:
-    for ledger in list(_known):
-        ledger._forget()  # noqa: SLF001 - of this module

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.yielding.copies import InMemory, OnDisk
 from gpumem_otel.yielding.diskfile import DISK_BLOCK
+from gpumem_otel.yielding.hostmem import rounded
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +51,7 @@ class Item:
 
 def memory_needed(movables: Iterable[Movable]) -> int:
     """Bytes of host memory that would hold all of them."""
-    return sum(_rounded(one.size_bytes, _ALIGNMENT) for one in movables)
+    return sum(rounded(one.size_bytes, _ALIGNMENT) for one in movables)
 
 
 def place(
@@ -70,7 +71,7 @@ def place(
     disk: list[Movable] = []
     at = 0
     for one in _in_turn(movables):
-        size = _rounded(one.size_bytes, _ALIGNMENT)
+        size = rounded(one.size_bytes, _ALIGNMENT)
         if at + size <= room_bytes:
             items.append(Item(one, InMemory(at)))
             at += size
@@ -78,11 +79,11 @@ def place(
             disk.append(one)
     memory_bytes = at
     if disk:
-        file = make_file(sum(_rounded(one.size_bytes, DISK_BLOCK) for one in disk))
+        file = make_file(sum(rounded(one.size_bytes, DISK_BLOCK) for one in disk))
         at = 0
         for one in disk:
             items.append(Item(one, OnDisk(file, at)))
-            at += _rounded(one.size_bytes, DISK_BLOCK)
+            at += rounded(one.size_bytes, DISK_BLOCK)
     return items, memory_bytes
 
 
@@ -105,7 +106,3 @@ def _in_turn(movables: Sequence[Movable]) -> list[Movable]:
         ranked.append((done[one.device] / max(totals[one.device], 1), number, one))
         done[one.device] += one.size_bytes
     return [one for _, _, one in sorted(ranked, key=lambda entry: entry[:2])]
-
-
-def _rounded(size_bytes: int, unit: int) -> int:
-    return -(-size_bytes // unit) * unit
