@@ -23,7 +23,8 @@ from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.checksums import checksums
 from gpumem_otel.yielding.copies import Mover, Part
 from gpumem_otel.yielding.diskfile import DiskFile
-from gpumem_otel.yielding.placement import Item, bytes_by_class, memory_needed, place
+from gpumem_otel.yielding.placement import Item, memory_needed, place
+from gpumem_otel.yielding.plan import bytes_by_class
 from gpumem_otel.yielding.staging import Staging
 
 if TYPE_CHECKING:
@@ -109,12 +110,16 @@ class Offload:
     @property
     def held_bytes(self) -> Mapping[str, int]:
         """Kept for the job now, by class: bytes of emptied storages."""
-        return bytes_by_class(item for item in self._items if item.away and item.place is not None)
+        return bytes_by_class(
+            item.movable for item in self._items if item.away and item.place is not None
+        )
 
     @property
     def discarded_bytes(self) -> Mapping[str, int]:
         """Thrown away and not yet made anew, by class."""
-        return bytes_by_class(item for item in self._items if item.away and item.place is None)
+        return bytes_by_class(
+            item.movable for item in self._items if item.away and item.place is None
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -318,7 +323,7 @@ class Offload:
         for item in used:
             item.away = False
             item.checksum = None
-        for tensor_class, size in bytes_by_class(used).items():
+        for tensor_class, size in bytes_by_class(item.movable for item in used).items():
             note = f"{size} bytes of class {tensor_class} were given memory by the job meanwhile"
             self.notes.append(f"{note}: left as they are")
 

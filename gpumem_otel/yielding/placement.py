@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from gpumem_otel.core.yields import Movable
     from gpumem_otel.yielding.diskfile import DiskFile
 
-__all__ = ["Item", "bytes_by_class", "memory_needed", "place"]
+__all__ = ["Item", "memory_needed", "place"]
 
 _ALIGNMENT: Final = 512
 
@@ -85,14 +85,6 @@ def place(
             items.append(Item(one, OnDisk(file, at)))
             at += rounded(one.size_bytes, DISK_BLOCK)
     return items, memory_bytes
-
-
-def bytes_by_class(items: Iterable[Item]) -> dict[str, int]:
-    """Sizes of storages summed by tensor class."""
-    found: Counter[str] = Counter()
-    for item in items:
-        found[item.tensor_class] += item.size
-    return dict(found)
 
 
 def _in_turn(movables: Sequence[Movable]) -> list[Movable]:

@@ -301,17 +301,6 @@ def test_a_flood_of_commands_moves_once(tokens, audit):
 # TLS ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def ca(tmp_path_factory):
-    return certs.make_ca(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory, ca):
-    pair = certs.issue(tmp_path_factory.mktemp("server"), ca, "server", ["localhost", "127.0.0.1"])
-    return {"tls_cert_file": str(pair.cert_file), "tls_key_file": str(pair.key_file)}
-
-
 @pytest.fixture
 def secured(double, files, ca):
     options = {"tls_client_ca_file": str(ca.cert_file), "client_roles": ("ops=yield",), **files}

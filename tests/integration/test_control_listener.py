@@ -414,17 +414,6 @@ def test_a_token_of_a_setting_is_warned_of(caplog):
     assert TOKEN not in caplog.text
 
 
-@pytest.fixture(scope="module")
-def ca(tmp_path_factory):
-    return certs.make_ca(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory, ca):
-    pair = certs.issue(tmp_path_factory.mktemp("server"), ca, "server", ["localhost", "127.0.0.1"])
-    return {"tls_cert_file": str(pair.cert_file), "tls_key_file": str(pair.key_file)}
-
-
 def shown(ca, issued=None):
     context = ssl.create_default_context(cafile=str(ca.cert_file))
     if issued is not None:

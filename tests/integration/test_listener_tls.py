@@ -13,17 +13,6 @@ from support.listening import EXPOSITION, WAIT, ask, connected, listening, until
 from gpumem_otel.serve import loop
 
 
-@pytest.fixture(scope="module")
-def ca(tmp_path_factory):
-    return certs.make_ca(tmp_path_factory.mktemp("ca"))
-
-
-@pytest.fixture(scope="module")
-def files(tmp_path_factory, ca):
-    pair = certs.issue(tmp_path_factory.mktemp("server"), ca, "server", ["localhost", "127.0.0.1"])
-    return {"tls_cert_file": str(pair.cert_file), "tls_key_file": str(pair.key_file)}
-
-
 @pytest.fixture
 def trust(ca):
     return ssl.create_default_context(cafile=str(ca.cert_file))
