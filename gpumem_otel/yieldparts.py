@@ -94,6 +94,16 @@ def compose(
         known = distributed_rank()
         return max(ranks.identify(environ).world_size, known[1] if known else 1)
 
+    def uuids() -> Mapping[int, str]:
+        return device_uuids(source.status().devices)
+
+    def reserved() -> Mapping[str, int]:
+        return {
+            uuid: torch.cuda.memory_reserved(device)
+            for device, uuid in uuids().items()
+            if device_type == "cuda"
+        }
+
     parts = YieldParts(
         finder=MovableFinder(source, environ, device_type=device_type),
         offload=Offload(
@@ -117,7 +127,8 @@ def compose(
             environ=environ,
             communicators=nccl_communicators,
             foreign=imported_from_others,
-            uuids=lambda: device_uuids(source.status().devices).values(),
+            uuids=lambda: uuids().values(),
+            reserved=reserved,
         ),
         gate=source.gate,
         world_size=world_size,

@@ -58,6 +58,7 @@ class DriverCheckpoint:
         foreign: a clause about memory that is shared with others (CUDA IPC, exported or
             imported), "" where there is none.
         uuids: of the devices in use; all that NVML shows if there are none.
+        reserved: bytes that this process is known to have on each, by UUID.
         settings: how keepers are started; from `environ` if None.
         call_seconds: when a keeper that does not answer is taken to hang.
 
@@ -75,6 +76,7 @@ class DriverCheckpoint:
         communicators: Callable[[], int] = int,
         foreign: Callable[[], str] = str,
         uuids: Callable[[], Iterable[str]] = tuple,
+        reserved: Callable[[], Mapping[str, int]] = dict,
         settings: KeeperSettings | None = None,
         call_seconds: float = _CALL_SECONDS,
     ) -> None:
@@ -86,6 +88,7 @@ class DriverCheckpoint:
         self._communicators = communicators
         self._foreign = foreign
         self._uuids = uuids
+        self._reserved = reserved
         self._call_seconds = call_seconds
         self._pid = os.getpid()
         self._operating = threading.RLock()
@@ -161,6 +164,7 @@ class DriverCheckpoint:
     def _checkpoint(self, timeout_seconds: float, lease_seconds: float | None) -> PhaseTime:
         started = time.monotonic()
         link = self._link
+        least = dict(self._reserved())
         self._lease_end = None if lease_seconds is None else started + lease_seconds
         self._need = {}
         self.state = "locked"
@@ -173,6 +177,7 @@ class DriverCheckpoint:
                 self._took,
                 lock_seconds=timeout_seconds,
                 lease_seconds=lease_seconds,
+                least=least,
             )
         except KeeperError as error:
             raise self._undone_without_keeper(str(error)) from error
@@ -323,7 +328,7 @@ class DriverCheckpoint:
             calls = DriverCalls(os.getpid(), driver=self._settings.driver)
         except ImportError as error:
             return {"ok": False, "lost": True, "state": self.state, "error": str(error)}
-        room = DeviceRoom(os.getpid(), nvml=self._settings.nvml, need=self._need)
+        room = DeviceRoom(os.getpid(), need=self._need, ask_smi=True)
         why_not = bring_back_within(calls, room, wait_seconds)
         if why_not is None:
             return {"ok": True}

@@ -7,8 +7,11 @@ issues of the repository cuda-checkpoint; what was measured on an H200 with driv
   any other order is CUDA_ERROR_ILLEGAL_STATE. A lock that is given a timeout and reaches it leaves
   the process running (CUDA_ERROR_NOT_READY); 0 would be no timeout.
 * lock waits for submitted work; afterwards CUDA calls of the process block, without the
-  interpreter lock where the caller released it (measured).
-* restore needs persistence mode or a process that has called `cuInit`: the keeper has.
+  interpreter lock where the caller released it (measured). So do NVML's, `nvmlInit` too where it
+  was called before (measured): the process that is locked asks another one how much is free.
+* restore needs persistence mode or a process that has called `cuInit`. Such a process keeps 4 MiB
+  of each device, without a context (measured): where persistence mode is on, the keeper lets go of
+  the driver for as long as it has nothing to do with it.
 * "does not attempt to keep the process in a good state if an error [...] is encountered during
   checkpoint or restore" (README): what would fail is to be known before.
 * a restore that ran out of device memory may never succeed afterwards (issue 44 there: error 2,
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import subprocess
 import time
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,6 +60,7 @@ _STATES: Final = {
 OUT_OF_MEMORY: Final = 2
 _NOT_READY: Final = 600
 _PAUSE_SECONDS: Final = 0.5
+_SMI_SECONDS: Final = 20.0
 _NOISE_BYTES: Final = 8 << 20
 """A device whose free memory changed by less was not used by the process."""
 
@@ -209,36 +214,50 @@ class DeviceRoom:
         pid: the process.
         nvml: name of the module.
         need: by device UUID, where it is known from before.
+        ask_smi: ask `nvidia-smi` instead, which the process itself has to do while it is locked.
     """
 
     def __init__(
-        self, pid: int, *, nvml: str = NVML, need: Mapping[str, int] | None = None
+        self,
+        pid: int,
+        *,
+        nvml: str = NVML,
+        need: Mapping[str, int] | None = None,
+        ask_smi: bool = False,
     ) -> None:
         self.need: dict[str, int] = dict(need or {})
         self._pid = pid
         self._nvml: Any = None
         self._before: dict[str, tuple[int, int]] = {}
-        try:
-            self._nvml = importlib.import_module(nvml)
-            self._nvml.nvmlInit()
-        except Exception:  # not installed, or without a driver
-            self._nvml = None
+        self._look = _look_by_smi if ask_smi else self._look_by_nvml
+        if not ask_smi:
+            try:
+                self._nvml = importlib.import_module(nvml)
+                self._nvml.nvmlInit()
+            except Exception:  # not installed, or without a driver
+                self._nvml = None
 
     def note_before(self) -> None:
         """Before the checkpoint."""
         self._before = self._look()
 
-    def note_after(self) -> None:
+    def note_after(self, least: Mapping[str, int]) -> None:
         """After it: what it gave up.
 
         The process's own number counts where NVML knows it by this pid, which shows by its
-        being gone now; else, as in many containers, the change of what is free.
+        being gone now; else, as in many containers, the change of what is free. Others may take
+        memory meanwhile, so it is never less than what the process knows of: a restore that
+        finds no room may be the end of it, one that waits for too much only waits.
+
+        Args:
+            least: bytes that it is known to have had, by device UUID.
         """
         self.need = {}
         now = self._look()
         for uuid, (free, own) in self._before.items():
             free_now, own_now = now.get(uuid, (free, own))
             gave = own if own and not own_now else free_now - free
+            gave = max(gave, least.get(uuid, 0))
             if gave > _NOISE_BYTES:
                 self.need[uuid] = gave
 
@@ -247,7 +266,21 @@ class DeviceRoom:
         now = self._look() if self.need else {}
         return sum(max(need - now[uuid][0], 0) for uuid, need in self.need.items() if uuid in now)
 
-    def _look(self) -> dict[str, tuple[int, int]]:
+    def persistent(self) -> bool:
+        """Whether the driver keeps the devices that were used ready though nobody has them open."""
+        used = 0
+        try:
+            for index in range(int(self._nvml.nvmlDeviceGetCount())):
+                handle = self._nvml.nvmlDeviceGetHandleByIndex(index)
+                if _text(self._nvml.nvmlDeviceGetUUID(handle)) in self.need:
+                    used += 1
+                    if not self._nvml.nvmlDeviceGetPersistenceMode(handle):
+                        return False
+        except Exception:  # no NVML, or a device that is not ours to ask
+            return False
+        return used > 0
+
+    def _look_by_nvml(self) -> dict[str, tuple[int, int]]:
         """UUID -> (free bytes, bytes of the process)."""
         found: dict[str, tuple[int, int]] = {}
         nvml = self._nvml
@@ -266,6 +299,22 @@ class DeviceRoom:
         except Exception:  # NVMLError: a device that is not ours to ask
             return found
         return found
+
+
+def _look_by_smi() -> dict[str, tuple[int, int]]:
+    """UUID -> (free bytes, 0); {} where it can not be asked."""
+    ask = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
+    found: dict[str, tuple[int, int]] = {}
+    try:
+        done = subprocess.run(  # noqa: S603 - by its name, as an operator calls it
+            ask, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True
+        )
+        for line in done.stdout.splitlines():
+            uuid, _, mebibytes = line.partition(",")
+            found[uuid.strip()] = int(mebibytes) << 20, 0
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return {}
+    return found
 
 
 def _text(value: str | bytes) -> str:

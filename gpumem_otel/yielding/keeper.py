@@ -8,7 +8,7 @@ It reads commands from standard input and answers on standard output, one JSON o
 
     {"id": 1, "do": "state"}
     {"id": 2, "do": "adopt", "need": {uuid: bytes}, "lease_seconds": 60.0}
-    {"id": 3, "do": "checkpoint", "lock_seconds": 10.0, "lease_seconds": null}
+    {"id": 3, "do": "checkpoint", "lock_seconds": 10.0, "lease_seconds": null, "least": {}}
     {"id": 4, "do": "restore", "wait_seconds": 60.0}
     {"id": 3, "ok": true, "state": "checkpointed", "seconds": 1.9, "need": {uuid: bytes}}
     {"id": 4, "ok": false, "state": "checkpointed", "lost": false, "error": "..."}
@@ -18,6 +18,10 @@ It reads commands from standard input and answers on standard output, one JSON o
 It brings the parent back by itself when the lease runs out, when the pipe is closed while the
 parent lives, and on SIGTERM (`kill PID`: the way out where the parent can hear nothing); it tries
 again with growing pauses while the device has no room. When the parent has ended, so does it.
+
+Whoever has loaded the driver holds a little memory of each device. So once the parent is
+checkpointed, and where the driver keeps devices ready by itself, this process starts itself anew
+(execve(2): the same pid, the same pipes) and loads the driver only when it is needed.
 """
 
 from __future__ import annotations
@@ -29,6 +33,7 @@ import select
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.yielding.drivercalls import (
@@ -44,6 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Keeper", "main"]
 
+_STDERR: Final = 2
 _LOOK_SECONDS: Final = 1.0
 """Where the kernel has no pidfd the parent is looked for so often."""
 
@@ -57,10 +63,12 @@ class Keeper:
         say: writes one message.
         first_pause_seconds: before a restore is tried a second time; twice as long each time.
         longest_pause_seconds: at most.
-        monotonic: seconds of a clock that never goes back.
+        monotonic: seconds of a clock that never goes back, the same in every process.
+        loaded: whether `calls` were started; else they are when they are needed.
 
     Attributes:
         ended: nothing is left to do.
+        lets_go: the driver is not needed for now, and the devices can be had without us.
     """
 
     def __init__(
@@ -72,9 +80,11 @@ class Keeper:
         first_pause_seconds: float = 0.25,
         longest_pause_seconds: float = 10.0,
         monotonic: Callable[[], float] = time.monotonic,
+        loaded: bool = True,
     ) -> None:
-        self.ended = False
-        self._calls = calls
+        self.ended = self.lets_go = False
+        self._unloaded = calls
+        self._loaded = loaded
         self._make_room = room
         self._room = room({})
         self._say = say
@@ -86,6 +96,31 @@ class Keeper:
         self._asked: tuple[int, float] | None = None  # who asked for it, and until when
         self._next_try = 0.0
         self._said = ""
+
+    @property
+    def _calls(self) -> DriverCalls:
+        """The driver.
+
+        Raises:
+            ImportError: it can not be loaded any more. That is no fault of the parent, so it must
+                not look like one that the driver found there: end, and another takes our place.
+        """
+        if not self._loaded:
+            try:
+                self._unloaded.start()
+            except DriverError as error:
+                raise ImportError(str(error)) from error
+            self._loaded = True
+        return self._unloaded
+
+    def kept(self) -> dict[str, Any]:
+        """What another one goes on with, see `resume`."""
+        return {"need": self._room.need, "lease_end": self._lease_end}
+
+    def resume(self, need: dict[str, int], lease_end: float | None) -> None:
+        """Go on with what another one kept, of a parent that is checkpointed."""
+        self._room = self._make_room(need)
+        self._lease_end = lease_end
 
     # what comes in
 
@@ -108,12 +143,12 @@ class Keeper:
     def _do_adopt(self, number: int, message: dict[str, Any]) -> None:
         self._room = self._make_room(dict(message["need"]))
         self._set_lease(message["lease_seconds"])
-        self._answer(number, ok=True, state=self._calls.state())
+        state = self._calls.state()
+        self._answer(number, ok=True, state=state)
+        self.lets_go = state == "checkpointed" and self._room.persistent()
 
     def _do_checkpoint(self, number: int, message: dict[str, Any]) -> None:
         started = self._now()
-        room = self._make_room({})
-        room.note_before()
         seconds = float(message["lock_seconds"])
         try:
             self._calls.lock(seconds)
@@ -121,18 +156,22 @@ class Keeper:
             self._not_locked(number, error, seconds)
             return
         self._set_lease(message["lease_seconds"])
+        room = self._make_room({})
+        room.note_before()
         try:
             self._calls.checkpoint()
         except DriverError as error:
             self._undo(number, error)
             return
-        room.note_after()
+        room.note_after(dict(message["least"]))
         self._room = room
         self._answer(
             number, ok=True, state="checkpointed", seconds=self._now() - started, need=room.need
         )
+        self.lets_go = room.persistent()
 
     def _do_restore(self, number: int, message: dict[str, Any]) -> None:
+        self.lets_go = False
         self._asked = (number, self._now() + float(message["wait_seconds"]))
         self._pause, self._next_try = self._pauses[0], 0.0
 
@@ -165,6 +204,7 @@ class Keeper:
         self._lease_end = None if seconds is None else self._now() + float(seconds)
 
     def _bring_back_unasked(self, why: str) -> None:
+        self.lets_go = False
         if not self._due:
             self._pause, self._next_try = self._pauses[0], 0.0
         if self._due in ("", "lease"):
@@ -233,7 +273,7 @@ class Keeper:
         self._say({"id": number, **told})
 
 
-def _serve(keeper: Keeper, parent: int, commands: int, wake: int) -> None:
+def _serve(keeper: Keeper, parent: int, commands: int, wake: int, anew: Callable[[], None]) -> None:
     """Until the parent has ended, or it is back and we were sent away."""
     watched = [commands, wake]
     alive: int | None = None
@@ -260,6 +300,31 @@ def _serve(keeper: Keeper, parent: int, commands: int, wake: int) -> None:
             for line in lines:
                 keeper.command(line.decode())
         keeper.turn()
+        if keeper.lets_go and not waiting:
+            keeper.lets_go = False
+            anew()
+
+
+def _start_anew(settings: dict[str, Any], kept: dict[str, Any], out: int, wake: int) -> None:
+    """Become a new image of this process, in which the driver is not loaded; returns if it fails.
+
+    No SIGTERM is lost: what came is still in the pipe, what comes is blocked until the new image
+    has its handler.
+    """
+    told = json.dumps({**settings, "resume": kept})
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        if select.select([wake], [], [], 0)[0]:
+            raise InterruptedError
+        for entry in Path("/proc/self/fd").iterdir():
+            if int(entry.name) > _STDERR:
+                with contextlib.suppress(OSError):  # that of the listing is closed by now
+                    os.set_inheritable(int(entry.name), False)
+        os.dup2(out, 1)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:-1], told])  # noqa: S606 - ourselves
+    except OSError:  # it goes on as it is, and holds its little memory
+        os.dup2(_STDERR, 1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def main(argv: list[str]) -> int:
@@ -267,7 +332,7 @@ def main(argv: list[str]) -> int:
 
     Args:
         argv: one JSON object: `pid`, `driver`, `nvml`, `first_pause_seconds`,
-            `longest_pause_seconds`.
+            `longest_pause_seconds`; `resume` where it has started itself anew.
 
     Returns:
         0, or 1 where the driver can not be used; the first line said why.
@@ -276,13 +341,15 @@ def main(argv: list[str]) -> int:
     parent = int(settings["pid"])
     # what libraries print must not end up among the messages
     out = os.dup(1)
-    os.dup2(2, 1)
+    os.dup2(_STDERR, 1)
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, lambda *_: None)
     for ignored in (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    resumed = settings.pop("resume", None)
 
     def say(message: dict[str, Any]) -> None:
         data = (json.dumps(message) + "\n").encode()
@@ -292,19 +359,24 @@ def main(argv: list[str]) -> int:
 
     try:
         calls = DriverCalls(parent, driver=settings["driver"])
-        calls.start()
+        if resumed is None:
+            calls.start()
         keeper = Keeper(
             calls,
             room=lambda need: DeviceRoom(parent, nvml=settings["nvml"], need=need),
             say=say,
             first_pause_seconds=settings["first_pause_seconds"],
             longest_pause_seconds=settings["longest_pause_seconds"],
+            loaded=resumed is None,
         )
     except Exception as error:
         say({"event": "unusable", "error": str(error)})
         return 1
-    say({"event": "ready"})
-    _serve(keeper, parent, 0, reading)
+    if resumed is None:
+        say({"event": "ready"})
+    else:
+        keeper.resume(**resumed)
+    _serve(keeper, parent, 0, reading, lambda: _start_anew(settings, keeper.kept(), out, reading))
     return 0
 
 

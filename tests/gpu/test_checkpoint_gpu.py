@@ -29,8 +29,9 @@ import torch
 from gpumem_otel.yielding.checkpoint import DriverCheckpoint
 
 def smi():
-    # MiB that are used on device 0, and the processes there
-    ask = ["nvidia-smi", "--id=0", "--format=csv,noheader,nounits"]
+    # MiB that are used on the first device that is visible, and the processes there
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    ask = ["nvidia-smi", f"--id={first}", "--format=csv,noheader,nounits"]
     used = subprocess.run([*ask, "--query-gpu=memory.used"], capture_output=True, text=True)
     apps = subprocess.run([*ask, "--query-compute-apps=pid"], capture_output=True, text=True)
     return int(used.stdout.split()[0]), sorted(apps.stdout.split())
@@ -117,11 +118,19 @@ def run(start):
 
 
 def used():
-    """(MiB used, pids) of device 0."""
-    ask = ["nvidia-smi", "--id=0", "--format=csv,noheader,nounits"]
+    """(MiB used, pids) of the first device that is visible."""
+    first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    ask = ["nvidia-smi", f"--id={first}", "--format=csv,noheader,nounits"]
     mib = subprocess.run([*ask, "--query-gpu=memory.used"], capture_output=True, text=True)
     apps = subprocess.run([*ask, "--query-compute-apps=pid"], capture_output=True, text=True)
     return int(mib.stdout.split()[0]), sorted(apps.stdout.split())
+
+
+def is_persistent():
+    """Whether the driver keeps devices ready that nobody has open."""
+    ask = ["nvidia-smi", "--format=csv,noheader", "--query-gpu=persistence_mode"]
+    done = subprocess.run(ask, capture_output=True, text=True)
+    return set(done.stdout.split()) == {"Enabled"}
 
 
 def until(what, seconds=20.0):
@@ -164,7 +173,10 @@ def test_everything_goes_and_comes_back_bit_for_bit(run):
         refusal = driver.refusal()
         driver.prepare()
         went = driver.lock_and_checkpoint(20.0, None)
+        end = time.monotonic() + 10
         gone = smi()
+        while gone[0] > base[0] and time.monotonic() < end:  # the keeper lets go of the driver
+            gone = smi()
         again = driver.lock_and_checkpoint(20.0, None)
         state = driver.state
         back = driver.restore(30.0)
@@ -187,7 +199,7 @@ def test_everything_goes_and_comes_back_bit_for_bit(run):
     """)
     assert told["refusal"] == ""
     assert told["before"][0] > told["base"][0] + 1200
-    assert told["gone"][0] <= told["base"][0] + NOISE_MIB
+    assert told["gone"][0] <= told["base"][0] + (0 if is_persistent() else NOISE_MIB)
     assert told["gone"][1] == told["base"][1], "the driver still knows the process"
     assert (told["state"], told["ended"]) == ("checkpointed", "running")
     assert told["equal"] == [True] * 4

@@ -15,12 +15,30 @@ import fcntl
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 GIB = 1 << 30
 VARIABLE = "FAKE_DRIVER_STATE"
 UUID = "GPU-fake"
+
+
+BLOCKS = "NVML in a locked process"
+
+SMI = """#!{python}
+import json, os, pathlib
+device = json.loads(pathlib.Path(os.environ["{variable}"]).read_text())
+used = device["others"] + (device["used"] if device["state"] < 2 else 0)
+print("{uuid}, " + str(device["total"] - used >> 20))
+"""
+
+
+def make_smi(folder):
+    """An `nvidia-smi` in that folder, which is to be on the path."""
+    path = Path(folder) / "nvidia-smi"
+    path.write_text(SMI.format(python=sys.executable, variable=VARIABLE, uuid=UUID))
+    path.chmod(0o755)
 
 
 class CUresult(enum.IntEnum):
@@ -77,6 +95,7 @@ class Device:
                     "knows_pids": True,
                     "mig": 0,
                     "mps": [],
+                    "persistent": 0,
                     "plans": {},
                     "calls": [],
                 }
@@ -84,7 +103,8 @@ class Device:
         )
 
     def plan(self, call, *what):
-        """What the next calls of this name do: a CUresult, "hang", "die", or "ok"."""
+        """What the next calls of this name do: a CUresult, "hang", "die", "ok", or [bytes]: others
+        take so much meanwhile."""
         with _changed(self.path) as device:
             device["plans"].setdefault(call, []).extend(what)
 
@@ -137,8 +157,10 @@ def _planned(name):
     with _device() as device:
         device["calls"].append((name, os.getpid()))
         plans = device["plans"].get(name) or ["ok"]
-
         what = plans.pop(0)
+        if isinstance(what, list):  # others take memory meanwhile
+            device["others"] += what[0]
+            what = "ok"
     if what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
     if what == "hang":
@@ -209,29 +231,40 @@ def cuCheckpointProcessUnlock(pid, args):
 # pynvml
 
 
+def _asked_by_nvml():
+    """It blocks in a process that is locked; here that is noted, as a call that nobody may make."""
+    with _device() as device:
+        if device["state"] != CUprocessState.RUNNING and device["pid"] == os.getpid():
+            device["calls"].append((BLOCKS, os.getpid()))
+
+
 class _Told:
     def __init__(self, **values):
         self.__dict__.update(values)
 
 
 def nvmlInit():
-    pass
+    _asked_by_nvml()
 
 
 def nvmlSystemGetDriverVersion():
+    _asked_by_nvml()
     with _device() as device:
         return device["driver"]
 
 
 def nvmlDeviceGetCount():
+    _asked_by_nvml()
     return 1
 
 
 def nvmlDeviceGetHandleByIndex(index):
+    _asked_by_nvml()
     return index
 
 
 def nvmlDeviceGetHandleByUUID(uuid):
+    _asked_by_nvml()
     if uuid != UUID:
         raise LookupError(uuid)
     return 0
@@ -246,12 +279,18 @@ def nvmlDeviceGetMigMode(handle):
         return device["mig"], device["mig"]
 
 
+def nvmlDeviceGetPersistenceMode(handle):
+    with _device() as device:
+        return device["persistent"]
+
+
 def nvmlDeviceGetMPSComputeRunningProcesses(handle):
     with _device() as device:
         return [_Told(pid=pid) for pid in device["mps"]]
 
 
 def nvmlDeviceGetMemoryInfo(handle):
+    _asked_by_nvml()
     _planned("nvmlDeviceGetMemoryInfo")
     with _device() as device:
         used = device["others"] + (device["used"] if device["state"] < 2 else 0)
@@ -259,6 +298,7 @@ def nvmlDeviceGetMemoryInfo(handle):
 
 
 def nvmlDeviceGetComputeRunningProcesses(handle):
+    _asked_by_nvml()
     with _device() as device:
         if device["state"] >= 2 or not device["knows_pids"]:
             return []

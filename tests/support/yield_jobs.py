@@ -460,7 +460,7 @@ _GRAPH = MappingProxyType({"tensors": "graph"})
 
 JOBS: Mapping[str, Spec] = MappingProxyType(
     {
-        "adamw-fused": Spec(_fused, yields=200, per_process=40, others_every=20),
+        "adamw-fused": Spec(_fused, yields=200, per_process=100, others_every=20),
         "adamw-foreach": Spec(_foreach),
         "amp": Spec(_amp),
         "checkpointing": Spec(_checkpointed),

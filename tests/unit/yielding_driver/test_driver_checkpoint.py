@@ -27,11 +27,14 @@ WHOLE = [LOCK, CHECKPOINT, RESTORE, UNLOCK]
 FAKE = "support.fake_driver"
 
 
-@pytest.fixture
-def device(tmp_path, monkeypatch):
+@pytest.fixture(params=[0, 1], ids=["", "persistent"])
+def device(tmp_path, monkeypatch, request):
+    """With persistence mode a keeper lets go of the driver as soon as it has nothing to do."""
     path = tmp_path / "device.json"
     monkeypatch.setenv(fake_driver.VARIABLE, str(path))
-    return Device(path)
+    made = Device(path)
+    made.set(persistent=request.param)
+    return made
 
 
 @pytest.fixture
@@ -58,6 +61,7 @@ def make(device):
         return driver
 
     yield call
+    assert fake_driver.BLOCKS not in device.names
     device.set(others=0, plans={})
     for driver in made:
         driver._garbage.let_go()
@@ -98,6 +102,50 @@ def test_there_and_back(make, device):
     assert {pid for _, pid in device.calls} == {keeper}, "somebody else called the driver"
     assert wait_gone(keeper)
     assert driver.told.empty(), "nobody came back by a lease"
+
+
+def has_loaded(pid):
+    """Whether this image of the keeper is the first, which has loaded the driver."""
+    return b"resume" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_the_keeper_lets_go_of_the_driver_where_devices_stay_ready_by_themselves(make, device):
+    """Who has loaded it keeps a little of each device, which is to be empty."""
+    driver = make()
+    driver.lock_and_checkpoint(5.0, 600.0)
+    keeper = driver.keeper_pid
+    end = time.monotonic() + 10
+    while device["persistent"] and has_loaded(keeper) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert has_loaded(keeper) is not bool(device["persistent"])
+    asked = device.asked("cuInit")
+    assert asked == 1
+    driver.restore(5.0)
+    assert device.asked("cuInit") == 1 + device["persistent"]
+    assert {pid for _, pid in device.calls} == {keeper}, "another process took its place"
+    assert device.names == WHOLE
+
+
+def test_a_keeper_that_can_not_load_the_driver_again_is_replaced(make, device):
+    driver = make()
+    driver.lock_and_checkpoint(5.0, None)
+    keeper = driver.keeper_pid
+    device.plan("cuInit", CUresult.CUDA_ERROR_UNKNOWN)
+    driver.restore(5.0)
+    assert (driver.state, device["state"]) == ("running", 0)
+    assert device.names == WHOLE
+    who = {pid for _, pid in device.calls}
+    assert who == {keeper} if not device["persistent"] else len(who) == 2
+
+
+def test_a_signal_while_it_starts_itself_anew_is_not_lost(make, device):
+    driver = make()
+    driver.lock_and_checkpoint(5.0, None)
+    os.kill(driver.keeper_pid, signal.SIGTERM)
+    what, _ = driver.told.get(timeout=10)
+    assert what == "restored"
+    assert (driver.state, device["state"]) == ("running", 0)
+    assert device.names == WHOLE
 
 
 def test_each_call_may_be_repeated(make, device):
@@ -279,6 +327,26 @@ def test_no_room_is_seen_before_the_driver_is_asked(make, device, knows_pids):
     assert (driver.state, device.names) == ("running", WHOLE)
 
 
+def test_what_others_take_meanwhile_does_not_hide_what_it_needs(make, device):
+    """Where NVML knows no pids, all that can be seen is how much is free before and after."""
+    device.set(knows_pids=False)
+    device.plan(CHECKPOINT, [6 * GIB])
+    driver = make(reserved=lambda: {fake_driver.UUID: 8 * GIB})
+    assert driver.lock_and_checkpoint(5.0, None).size_bytes == 8 * GIB
+    device.set(others=9 * GIB)
+    with pytest.raises(YieldRefusedError, match="1024 MiB more must become free"):
+        driver.restore(0.0)
+    assert device.names == [LOCK, CHECKPOINT], "a restore without room"
+
+
+def test_what_others_take_before_it_is_locked_is_not_its_own(make, device):
+    device.set(knows_pids=False)
+    device.plan(LOCK, [-4 * GIB])
+    device.set(others=4 * GIB)
+    driver = make()
+    assert driver.lock_and_checkpoint(5.0, None).size_bytes == 8 * GIB
+
+
 def test_room_is_waited_for(make, device):
     driver = make()
     driver.lock_and_checkpoint(5.0, None)
@@ -360,16 +428,25 @@ def test_a_driver_that_hangs_for_everybody_hangs_no_caller(make, device):
     assert driver.state == "failed"
 
 
-def test_where_no_keeper_starts_the_process_brings_itself_back(make, device):
+def test_where_no_keeper_starts_the_process_brings_itself_back(make, device, tmp_path, monkeypatch):
+    """It asks `nvidia-smi` for room: NVML would block in a process that is locked."""
+    fake_driver.make_smi(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     driver = make()
     driver.lock_and_checkpoint(5.0, None)
+    device.set(others=9 * GIB)
     driver._settings = KeeperSettings(
         driver=FAKE, nvml=FAKE, environ=os.environ, python="/nowhere/python"
     )
     driver._link.kill()
+    with pytest.raises(YieldRefusedError, match="1024 MiB more must become free"):
+        driver.restore(0.1)
+    assert RESTORE not in device.names
+    device.set(others=8 * GIB)
     driver.restore(1.0)
     assert (driver.state, device["state"]) == ("running", 0)
     assert [pid for name, pid in device.calls if name == RESTORE] == [os.getpid()]
+    assert fake_driver.BLOCKS not in device.names
 
 
 # leases
