@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from gpumem_otel.capture.bystanders import read_autograd
 from gpumem_otel.capture.graphs import graph_refusals, pool_ids
 from gpumem_otel.capture.objects import Kinds, instance_dict
+from gpumem_otel.capture.remembered import Remembered
 from gpumem_otel.capture.report import is_parameter
 from gpumem_otel.capture.saved import saved_tensors
 from gpumem_otel.capture.storages import address_of, storages_of
@@ -66,6 +67,11 @@ class MovableFinder:
         self._source = source
         self._environ = environ
         self._device_type = device_type
+        self._last = Remembered()
+
+    def probable(self) -> Sequence[Movable]:
+        """What the last look found that is large and still there: cheap, and of no authority."""
+        return self._last.alive()
 
     def find(self, *, assume_private: bool) -> Found:
         """See `core.yields.Found`. The job's thread waits, or is the caller.
@@ -110,6 +116,7 @@ class MovableFinder:
             refusal.update(dict.fromkeys(devices, why))
             cause = "communicator"
         movables = [one for one in sort.movables if one.device not in refusal]
+        self._last.keep(movables)
         stays += [
             Stays(one.device, cause, one.block_bytes, refusal[one.device])
             for one in sort.movables

@@ -37,7 +37,7 @@ __all__ = ["RESTORING", "Entries", "Origin", "Replaced", "Restored"]
 
 _log = named_logger("gpumem_otel.capture")
 
-RESTORING: Final = str(Path(__file__).parents[1] / "yielding" / "offload.py")
+RESTORING: Final = str(Path(__file__).parents[1] / "yielding" / "refill.py")
 """Where memory is allocated again, as its frames name that file."""
 
 _ITEMS_PER_PAUSE: Final = 32

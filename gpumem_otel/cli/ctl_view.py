@@ -101,8 +101,9 @@ def report_lines(outcome: Outcome) -> list[str]:
     ]
     for phase in phases:
         speed = ""
-        if phase["size_bytes"] and phase["seconds"] > 0:
-            rate = phase["size_bytes"] / phase["seconds"] / _GIB
+        moving = phase.get("moving_seconds") or phase["seconds"]  # the former is younger
+        if phase["size_bytes"] and moving > 0:
+            rate = phase["size_bytes"] / moving / _GIB
             speed = f", {human_bytes(phase['size_bytes'])}, {rate:.1f} GiB/s"
         lines.append(f"  {phase['phase']}: {phase['seconds']:.2f} s{speed}")
     if report["host_bytes"] or report["disk_bytes"]:

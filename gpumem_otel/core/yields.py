@@ -193,11 +193,23 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class PhaseTime:
-    """How long a phase took and what it moved."""
+    """How long a phase took and what it moved.
+
+    Attributes:
+        moving_seconds: for how long that was on its way, where it began in the phase before; None:
+            in this phase alone.
+    """
 
     phase: Phase
     seconds: float
     size_bytes: int = 0
+    moving_seconds: float | None = None
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What was moved by the time that it took; 0.0 where nothing was, or in no time."""
+        seconds = self.seconds if self.moving_seconds is None else self.moving_seconds
+        return self.size_bytes / seconds if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

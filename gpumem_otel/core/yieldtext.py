@@ -43,7 +43,7 @@ def _sums(what: str, sizes: Mapping[str, int]) -> list[str]:
 
 def _phase(one: PhaseTime) -> str:
     speed = ""
-    if one.size_bytes and one.seconds > 0:
-        per_second = human_bytes(round(one.size_bytes / one.seconds))
+    if one.bytes_per_second:
+        per_second = human_bytes(round(one.bytes_per_second))
         speed = f", {human_bytes(one.size_bytes)} at {per_second}/s"
     return f"{one.phase.value}: {one.seconds:.3f} s{speed}"

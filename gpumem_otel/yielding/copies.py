@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.diskfile import DISK_BLOCK, DiskFile
 from gpumem_otel.yielding.staging import Staging
 
@@ -23,12 +24,15 @@ if TYPE_CHECKING:
 
 __all__ = ["InMemory", "Mover", "OnDisk", "Part"]
 
+_log = named_logger("gpumem_otel.yielding")
+
 _MARK_BYTES: Final = 64 << 20
-"""A mark follows so many bytes, or the many small copies that make them."""
+_MARK_COPIES: Final = 256
+"""A mark follows so many bytes or copies: until then they are only asked for."""
 _TRIES: Final = 3
 """To end what is under way: a second interrupt, an error of another copy."""
-_AHEAD_BYTES: Final = 4 << 30
-"""Under way at once, by device: a tenth of a second, in which many small copies can be asked."""
+_AHEAD_BYTES: Final = 8 << 30
+"""Under way at once, by device: 0.16 s, in which many small copies can be asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +68,11 @@ class Part:
 
 
 class Mover:
-    """One run of copies; then `close`.
+    """One run of copies; then `close`, which `with` does as well.
 
     Args:
         devices: does them.
         pool: whose line `InMemory` means.
-        progress: told (bytes done, of so many).
-        stop: asked between copies; True ends the run with an error.
-        total_bytes: of the run.
         staging: makes the ring for a device where it is needed.
 
     Attributes:
@@ -83,23 +84,36 @@ class Mover:
         devices: Devices,
         pool: HostPool,
         *,
-        progress: Callable[[int, int], None],
-        stop: Callable[[], bool],
-        total_bytes: int,
         staging: Callable[[Devices, int], Staging] = Staging,
     ) -> None:
         self._devices = devices
         self._pool = pool
-        self._progress = progress
-        self._stop = stop
-        self._total = total_bytes
+        self._progress: Callable[[int, int], None] = _nobody
+        self._stop: Callable[[], bool] = _never
+        self._total = 0
         self._done = 0
         self._lanes: dict[int, _Tracked] = {}
         self._make_staging = staging
         self._staging: Staging | None = None
         self._send = self._send_out
         self._batch: _Batch | None = None
+        self._held = False
         self.waited = False
+
+    def tell(
+        self,
+        progress: Callable[[int, int], None],
+        stop: Callable[[], bool],
+        total_bytes: int,
+    ) -> None:
+        """Who wants to know.
+
+        Args:
+            progress: told (bytes done, of so many).
+            stop: asked between copies; True ends the run with an error.
+            total_bytes: of the run.
+        """
+        self._progress, self._stop, self._total = progress, stop, total_bytes
 
     def out(self, parts: Iterable[Part]) -> None:
         """From the devices; returns when all of it is kept.
@@ -107,6 +121,24 @@ class Mover:
         Raises:
             YieldRefusedError: stopped, or a place failed; what was copied counts for nothing.
         """
+        self._ask_out(parts)
+        self._finish()
+
+    def plan_out(self, parts: Iterable[Part]) -> None:
+        """Have these copied out by `begin`; all of them are kept in pinned memory that is ready."""
+        self._held = True
+        self._ask_out(parts)
+
+    def begin(self) -> None:
+        """Begin what was planned: one call of torch, without the interpreter lock; on any thread.
+
+        What comes next goes on from there.
+        """
+        self._held = False
+        for lane in self._lanes.values():
+            lane.mark()
+
+    def _ask_out(self, parts: Iterable[Part]) -> None:
         self._send = self._send_out
         for part in parts:
             lane = self._lane(part.device)
@@ -117,12 +149,11 @@ class Mover:
                     piece.wait()
                     source = part.bytes[start : start + size]
                     if piece.pinned:
-                        lane.copy(piece.bytes[at : at + size], source, size)
+                        lane.copy(piece.bytes[at : at + size], source, size, held=self._held)
                     else:
                         self._gather(lane, source, size, piece, at)
             elif isinstance(part.place, OnDisk):
                 self._gather(lane, part.bytes, part.size_bytes, part.place.file, part.place.offset)
-        self._finish()
 
     def back(self, parts: Iterable[Part]) -> None:
         """To the devices; returns when all of it is there.
@@ -148,6 +179,24 @@ class Mover:
             else:
                 lane.zero(part.bytes)
         self._finish()
+
+    def __enter__(self) -> Mover:  # noqa: PYI034 - Self is of Python 3.11
+        """Ends with `close`; where an error is under way already, one of `close` is logged."""
+        return self
+
+    def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:
+        """See `__enter__`."""
+        if error is None:
+            self.close()
+        else:
+            self.drop()
+
+    def drop(self) -> None:
+        """As `close`, of copies that count for nothing: errors are logged."""
+        try:
+            self.close()
+        except Exception:
+            _log.warning("copies that failed did not end well", exc_info=True)
 
     def close(self) -> None:
         """Let go of the ring; waits for what is under way, also where some of that fails.
@@ -237,6 +286,14 @@ class Mover:
             lane.drain()
 
 
+def _nobody(done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def _never() -> bool:
+    return False
+
+
 def _ended(end: Callable[[], None], errors: list[BaseException]) -> None:
     """Have something end, an interrupt or not: a device may still write there."""
     for _ in range(_TRIES):
@@ -254,14 +311,15 @@ class _Tracked:
         self.device = device
         self._lane = lane
         self._tell = done
-        self._since_mark = 0
+        self._since_mark = self._copies = 0
         self._under_way: deque[tuple[Mark, int]] = deque()
         self._ahead = 0
 
-    def copy(self, to: Any, source: Any, size: int) -> None:
+    def copy(self, to: Any, source: Any, size: int, *, held: bool = False) -> None:
         self._lane.copy(to, source)
         self._since_mark += size
-        if self._since_mark >= _MARK_BYTES:
+        self._copies += 1
+        if not held and (self._since_mark >= _MARK_BYTES or self._copies >= _MARK_COPIES):
             self.mark()
 
     def zero(self, to: Any) -> None:
@@ -271,7 +329,7 @@ class _Tracked:
         mark = self._lane.mark()
         self._under_way.append((mark, self._since_mark))
         self._ahead += self._since_mark
-        self._since_mark = 0
+        self._since_mark = self._copies = 0
         while self._ahead > _AHEAD_BYTES:
             self._oldest()
         return mark

@@ -1,14 +1,36 @@
-"""Keeps the garbage collector from freeing the job's tensors while the driver holds the process.
+"""Keeps the garbage collector out of the way of a yield.
 
-A collection runs on whichever thread happens to allocate, ours too, and a tensor that it frees goes
-to the allocator, whose mutex a thread stopped by the driver may have: all Python would stand still.
+A collection runs on whichever thread happens to allocate, ours too. While memory is moved it would
+hold the copies up. While the driver holds the process a tensor that it frees goes to the allocator,
+whose mutex a thread stopped by the driver may have: all Python would stand still.
 """
 
 from __future__ import annotations
 
 import gc
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-__all__ = ["HeldGarbage"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["HeldGarbage", "uncollected"]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Within, no collection begins by itself: one of a job's 300,000 objects takes 0.2 s.
+
+    Only while the job's thread stands still and memory is looked for or moved, never while anything
+    is waited for.
+    """
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
 
 
 class HeldGarbage:

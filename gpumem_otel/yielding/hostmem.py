@@ -225,6 +225,16 @@ class HostPool:
         """Of it pinned."""
         return sum(piece.size_bytes for piece in self._pieces if piece.pinned)
 
+    @property
+    def ready_bytes(self) -> int:
+        """From the beginning of the line: pinned, and ready to be copied to."""
+        ready = 0
+        for piece in self._pieces:
+            if not (piece.pinned and piece.ready.is_set()):
+                break
+            ready += piece.size_bytes
+        return ready
+
     def room_for(self, size_bytes: int) -> int:
         """Bytes that the pool would have to grow by, its own rounding included."""
         return max(rounded(size_bytes, _PAGE) - self.capacity_bytes, 0)

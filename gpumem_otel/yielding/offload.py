@@ -13,30 +13,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
-from contextlib import ExitStack, closing, contextmanager, nullcontext
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.core.yields import Phase, PhaseTime
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.checksums import checksums
-from gpumem_otel.yielding.copies import Mover, Part
+from gpumem_otel.yielding.copies import Mover
 from gpumem_otel.yielding.diskfile import DiskFile
-from gpumem_otel.yielding.placement import Item, memory_needed, place
+from gpumem_otel.yielding.garbage import uncollected
+from gpumem_otel.yielding.headstart import HeadStart
+from gpumem_otel.yielding.placement import Item, memory_needed, parts_of, place
 from gpumem_otel.yielding.plan import bytes_by_class
+from gpumem_otel.yielding.refill import Refill
 from gpumem_otel.yielding.staging import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import (
-        Callable,
-        Collection,
-        Generator,
-        Iterable,
-        Iterator,
-        Mapping,
-        Sequence,
-    )
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from gpumem_otel.core.yields import Movable, YieldRequest
     from gpumem_otel.yielding.devices import Devices
@@ -50,12 +43,10 @@ _log = named_logger("gpumem_otel.yielding")
 
 _MEASURED_BYTES: Final = 64 << 20
 """A smaller copy says nothing about the speed of a large one."""
-_DEVICE_SLACK: Final = 64 << 20
-"""The allocator reserves whole segments: asked for beside the blocks themselves."""
 
 
 class Offload:
-    """One yield after the other: admit, copy_out, free, copy_back (by class, or all), verify.
+    """One yield after the other: begin, admit, copy_out, free, copy_back, verify.
 
     Called by one thread at a time, at a safe point.
 
@@ -89,12 +80,13 @@ class Offload:
         self._devices = devices
         self._pool = pool
         self._host = host
-        self._gpus = gpus
         self._keep_bytes = keep_bytes
         self._staging = staging
-        self._moves = moves
         self._now = monotonic
+        self._refill = Refill(devices, gpus, self._mover, moves=moves, monotonic=monotonic)
         self._items: list[Item] = []
+        self._head_start: HeadStart | None = None
+        self._ahead_since = 0.0
         self._unverified: list[Item] = []
         self._file: DiskFile | None = None
         self._closing: threading.Thread | None = None
@@ -138,6 +130,27 @@ class Offload:
 
     # yield
 
+    @property
+    def copies_ahead(self) -> bool:
+        """Whether what was begun is on its way."""
+        return self._head_start is not None
+
+    def begin(self, movables: Sequence[Movable]) -> None:
+        """Start to copy what will probably go.
+
+        Only where host memory was pinned by an earlier yield, and is free: else it does nothing.
+        `admit` goes on with it where all of it is to be kept, and drops it otherwise; `abandon`
+        drops it.
+        """
+        if movables and self._pool.ready_bytes and not self._items and self._head_start is None:
+            self._ahead_since = self._now()
+            self._head_start = HeadStart(movables, self._devices, self._pool)
+
+    def _drop_head_start(self) -> None:
+        head, self._head_start = self._head_start, None
+        if head is not None:
+            head.drop()
+
     def admit(self, movables: Sequence[Movable], request: YieldRequest) -> tuple[int, int]:
         """Reserve room for what goes. Touches nothing of the job; `abandon` undoes it.
 
@@ -151,6 +164,10 @@ class Offload:
             raise YieldRefusedError("offload: memory is held already; restore it first")
         kept = [one for one in movables if one.tensor_class not in request.discard]
         gone = [one for one in movables if one.tensor_class in request.discard]
+        head = self._head_start
+        if head is not None and not head.takes(kept):  # the job has changed, or the request
+            self._drop_head_start()
+            head = None
         need = memory_needed(kept)
         more = self._pool.room_for(need)
         least = 0 if request.disk_dir else None
@@ -158,7 +175,10 @@ class Offload:
         room = need if granted >= more else granted + self._pool.capacity_bytes
         try:
             self._items, self._memory_bytes = place(
-                kept, room, lambda size_bytes: self._open(request.disk_dir, size_bytes)
+                kept,
+                room,
+                lambda size_bytes: self._open(request.disk_dir, size_bytes),
+                head.items if head is not None else (),
             )
         except BaseException:
             self._host.keep(self._pool.capacity_bytes)
@@ -184,27 +204,35 @@ class Offload:
         started = self._now()
         kept = [item for item in self._items if item.place is not None]
         total = sum(item.size for item in kept)
-        used = sorted({item.movable.device for item in self._items})
-        with self._at_rest():
-            if used:
-                self._pool.grow_to(self._memory_bytes, used[0])
-            for device in used:
-                self._devices.synchronize(device)
-            if self._verify:
-                self._sum_up(kept)
-            copying = self._now()
-            waited = self._move(kept, total, progress, stop, out=True)
+        used = self._used()
+        head, self._head_start = self._head_start, None
+        with self._devices.at_rest(used):
+            with head.go_on() if head is not None else self._mover() as mover:
+                if used:
+                    self._pool.grow_to(self._memory_bytes, used[0])
+                if head is None:
+                    for device in used:
+                        self._devices.synchronize(device)
+                if self._verify:
+                    self._sum_up(kept)
+                copying = self._now()
+                left = kept[len(head.items) :] if head is not None else kept
+                mover.tell(progress, stop, total)
+                with uncollected():
+                    mover.out(parts_of(left, self._devices))
             seconds = self._now() - copying
         self._host.settle()
-        ended = self._now()
-        if total >= _MEASURED_BYTES and seconds > 0 and not waited:
+        if total >= _MEASURED_BYTES and seconds > 0 and not mover.waited:
             self._out_speed = total / seconds
+            if head is not None:  # two lower bounds
+                rest, since = total - head.size_bytes, self._now() - self._ahead_since
+                self._out_speed = max(rest / seconds, total / since)
         if self._pool.why_pageable and self._memory_bytes:
             pageable = self._pool.capacity_bytes - self._pool.pinned_bytes
             self.notes.append(
                 f"{pageable >> 20} MiB of host memory are not pinned: {self._pool.why_pageable}"
             )
-        return PhaseTime(Phase.RELEASE, ended - started, total)
+        return PhaseTime(Phase.RELEASE, self._now() - started, total)
 
     def free(self) -> None:
         """Empty all storages and give the allocator's cache back to the devices.
@@ -221,26 +249,27 @@ class Offload:
                     f"offload: a storage of class {one.tensor_class} changed while it was copied; "
                     "something else works with the device: nothing was freed"
                 )
-        with self._at_rest():
+        with self._devices.at_rest(self._used()):
             try:
                 self._pool.settle()
-                self._resize_to_nothing(self._items)
-                self._devices.empty_cache()
+                with uncollected():
+                    self._refill.empty(self._items)
+                    self._devices.empty_cache()
             except Exception as error:
                 self._undo_free(error)
                 raise YieldRefusedError(f"offload: freeing failed: {error}; undone") from error
-        self._settled(self._items)
+        self._refill.settled(self._items)
 
     def _undo_free(self, error: Exception) -> None:
         away = [item for item in self._items if item.away]
         try:
-            self._bring_back(away, 0, 0.0, _nothing, lambda: False)
+            self._refill.bring_back(away, 0, 0.0, _nothing, lambda: False)
         except Exception as second:
             try:
-                self._empty_again(away)
+                self._refill.empty_again(away)
             except Exception:  # they stay away, and are emptied before they are filled
                 _log.warning("storages that were given memory keep it for now", exc_info=True)
-            self._settled(away)
+            self._refill.settled(away)
             raise YieldFailedError(
                 f"offload: freeing failed ({error}) and so did undoing it ({second}); "
                 "the host copy stays: restore again"
@@ -248,7 +277,7 @@ class Offload:
         for item in away:
             item.away = False
         self.zeroed = {item.tensor_class for item in away if item.place is None}
-        self._settled(away)
+        self._refill.settled(away)
 
     def discard(self, classes: Collection[str]) -> None:
         """Throw away what was kept of these classes: zeros when it is back."""
@@ -257,9 +286,10 @@ class Offload:
                 item.place = item.checksum = None
 
     def abandon(self) -> None:
-        """Undo `admit` and `copy_out`; no storage is empty."""
+        """Undo `begin`, `admit` and `copy_out`; no storage is empty."""
         if any(item.away for item in self._items):
             raise YieldFailedError("offload: storages are empty; restore them first")
+        self._drop_head_start()
         self._pool.stop()
         self._finish()
 
@@ -289,22 +319,22 @@ class Offload:
         self._drop_those_in_use(classes)
         todo = [i for i in self._items if i.away and (classes is None or i.tensor_class in classes)]
         total = sum(item.size for item in todo if item.place is not None)
-        with self._at_rest():
+        with self._devices.at_rest(self._used()):
             for device in sorted({item.movable.device for item in todo}):
                 self._devices.synchronize(device)
             # what we emptied or filled half way: the host has its contents
-            self._resize_to_nothing([item for item in todo if not item.emptied])
+            self._refill.empty([item for item in todo if not item.emptied])
             try:
-                seconds = self._bring_back(todo, total, wait_seconds, progress, stop)
+                seconds = self._refill.bring_back(todo, total, wait_seconds, progress, stop)
             except BaseException:
-                self._empty_again(todo)
+                self._refill.empty_again(todo)
                 raise
         ended = self._now()
         if total >= _MEASURED_BYTES and seconds > 0:
             self._back_speed = total / seconds
         for item in todo:
             item.away = False
-        self._settled(todo)
+        self._refill.settled(todo)
         self._unverified += [item for item in todo if item.checksum is not None]
         if not any(item.away for item in self._items):
             self._finish()
@@ -327,93 +357,6 @@ class Offload:
             note = f"{size} bytes of class {tensor_class} were given memory by the job meanwhile"
             self.notes.append(f"{note}: left as they are")
 
-    def _bring_back(
-        self,
-        items: Sequence[Item],
-        total: int,
-        wait_seconds: float,
-        progress: Callable[[int, int], None],
-        stop: Callable[[], bool],
-    ) -> float:
-        """Allocate and fill: each copy begins as soon as its storage is there.
-
-        Returns:
-            Seconds that it took, the wait for room left out.
-        """
-        devices = self._devices
-        end = self._now() + wait_seconds
-        with ExitStack() as rooms:
-            for device in sorted({item.movable.device for item in items}):
-                here = [item for item in items if item.movable.device == device]
-                need = sum(
-                    max(item.movable.block_bytes, item.size)
-                    for item in here
-                    if not item.movable.storage.nbytes()
-                )
-                need += min(_DEVICE_SLACK, need // 4)
-                free = partial(self._free_bytes, device, need)
-                seconds = max(end - self._now(), 0.0)
-                rooms.enter_context(
-                    self._gpus.room(devices.uuid(device), need, free, seconds, stop)
-                )
-            copying = self._now()
-            with closing(self._allocated(items)) as ready:
-                self._move(ready, total, progress, stop, out=False)
-            return self._now() - copying
-
-    def _free_bytes(self, device: int, need_bytes: int) -> int:
-        """What the device has free, with the cache of this process's allocator where it must be."""
-        found = self._devices.free_bytes(device)
-        if found < need_bytes:
-            self._devices.empty_cache()
-            found = self._devices.free_bytes(device)
-        return found
-
-    def _allocated(self, items: Sequence[Item]) -> Generator[Item, None, None]:
-        """One after the other, the largest first, each on its block's own stream."""
-        ordered = sorted(items, key=lambda item: -item.size)
-        at: tuple[int, int] | None = None
-        with ExitStack() as stream:
-            for number, item in enumerate(ordered):
-                one = item.movable
-                if at != (one.device, one.stream):
-                    stream.close()
-                    stream.enter_context(self._devices.allocating(one.device, one.stream))
-                    at = one.device, one.stream
-                item.emptied = False
-                try:
-                    with nullcontext() if self._moves is None else self._moves.placing(one):
-                        one.storage.resize_(item.size)
-                except Exception as error:
-                    if not self._devices.is_short_of_memory(error):
-                        raise
-                    left = sum(i.size for i in ordered[number:] if i.movable.device == one.device)
-                    raise YieldRefusedError(
-                        f"device {one.device}: no room for the last {left} bytes of "
-                        f"{sum(i.size for i in ordered if i.movable.device == one.device)}; free "
-                        "them and restore again: the host copy stays"
-                    ) from error
-                yield item
-
-    def _settled(self, items: Iterable[Item]) -> None:
-        if self._moves is not None:
-            self._moves.settled([item.movable for item in items])
-
-    def _empty_again(self, items: Sequence[Item]) -> None:
-        self._resize_to_nothing(items)
-        self._devices.empty_cache()
-
-    def _resize_to_nothing(self, items: Sequence[Item]) -> None:
-        """A block goes back to the stream that it belongs to, whatever stream is current."""
-        for device in sorted({item.movable.device for item in items}):
-            with self._devices.allocating(device, 0):
-                for item in items:
-                    if item.movable.device == device:
-                        # away first: an interrupt between the two leaves it to be filled again
-                        item.away, item.emptied = True, False
-                        item.movable.storage.resize_(0)
-                        item.emptied = True
-
     def verify(self) -> str:
         """Compare what came back since the last call with what went.
 
@@ -427,7 +370,7 @@ class Offload:
         if not items:
             return ""
         wrong: Counter[str] = Counter()
-        with self._at_rest():
+        with self._devices.at_rest(self._used()):
             self._unverified = []
             for item, now in zip(items, self._sums_of(items), strict=True):
                 wrong[item.tensor_class] += item.checksum != now
@@ -442,51 +385,12 @@ class Offload:
 
     # parts
 
-    @contextmanager
-    def _at_rest(self) -> Iterator[None]:
-        """This thread may have no device yet: whatever it switches to, it goes back to one of ours.
+    def _used(self) -> list[int]:
+        """The devices of what is held, or was last."""
+        return sorted({item.movable.device for item in self._items or self._unverified})
 
-        Else a context would appear on the first device, where the job has none.
-        """
-        items = self._items or self._unverified
-        with ExitStack() as stack:
-            stack.enter_context(self._devices.at_rest())
-            if items:
-                stack.enter_context(self._devices.on(min(item.movable.device for item in items)))
-            yield
-
-    def _move(
-        self,
-        items: Iterable[Item],
-        total: int,
-        progress: Callable[[int, int], None],
-        stop: Callable[[], bool],
-        *,
-        out: bool,
-    ) -> bool:
-        """Whether it had to wait for host memory that was not ready."""
-        mover = Mover(
-            self._devices, self._pool, progress=progress, stop=stop, total_bytes=total,
-            staging=self._staging,
-        )  # fmt: skip
-        parts = (
-            Part(
-                one.device, self._devices.bytes_of(one.storage, one.device), item.size, item.place,
-                one.stream,
-            )
-            for item in items
-            for one in (item.movable,)
-        )  # fmt: skip
-        try:
-            (mover.out if out else mover.back)(parts)
-        except BaseException:
-            try:
-                mover.close()
-            except Exception:  # what was raised first says more
-                _log.warning("copies that failed did not end well", exc_info=True)
-            raise
-        mover.close()
-        return mover.waited
+    def _mover(self) -> Mover:
+        return Mover(self._devices, self._pool, staging=self._staging)
 
     def _sum_up(self, items: Sequence[Item]) -> None:
         try:
@@ -519,6 +423,7 @@ class Offload:
         self._host.keep(self._pool.capacity_bytes)
 
     def _forget(self) -> None:
+        self._drop_head_start()
         self._items = []
         self._memory_bytes = 0
         if self._file is not None:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from gpumem_otel.core.yields import Phase, PhaseTime, YieldLevel, YieldState
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
-from gpumem_otel.yielding.plan import Plan, check_request, make_plan
+from gpumem_otel.yielding.garbage import uncollected
+from gpumem_otel.yielding.plan import Plan, check_request, make_plan, probable_part
 from gpumem_otel.yielding.residual import foreign_bytes, residual_of
 from gpumem_otel.yielding.safepoint import Parked
 
@@ -71,6 +72,7 @@ class Phases:
         self._callbacks_asked = False
         self._thrown_later = False
         self._ends: float | None = None
+        self._copying_since: float | None = None
         self.lost = ""
         self.plan: Plan | None = None
         self.times: list[PhaseTime] = []
@@ -142,6 +144,7 @@ class Phases:
         self.times, self.notes, self.residual = [], [], {}
         self.plan, self.checksums, self.zeroed = None, "", ()
         self._thrown_later = False
+        self._copying_since = None
         self.cancel.clear()
         started = parts.clock.monotonic()
         seconds = request.deadline_seconds
@@ -207,6 +210,18 @@ class Phases:
         why = parts.why_not_now()
         if why:
             raise YieldRefusedError(f"yield: {why}; try again")
+        with uncollected():
+            return self._settle(request, refusal)
+
+    def _settle(self, request: YieldRequest, refusal: str | None) -> Plan:
+        """The job stands still: what goes, and that there is room for it."""
+        parts = self._parts
+        if self._admitted:  # what could not be given up the last time
+            self._abandon()
+        if not request.dry_run:  # the copy of what will probably go runs while that is found out
+            self._admitted = True
+            since = parts.clock.monotonic()
+            parts.offload.begin(probable_part(parts.finder.probable(), request))
         plan = make_plan(request, parts.finder.find(assume_private=request.assume_private), refusal)
         expected = self.expected_seconds(plan)
         if expected is not None and expected > self.seconds_left():
@@ -214,14 +229,16 @@ class Phases:
                 f"yield: the deadline of {request.deadline_seconds or 0:g} s can not be met, the "
                 f"copy alone takes {expected:.1f} s at the speed of the last; give it longer"
             )
-        if plan.movables:
-            if self._admitted:  # what could not be given up the last time
-                self._abandon()
+        if not plan.movables and self._admitted:
+            self._abandon()
+        elif plan.movables:
             self._admitted = True
             # the driver may refuse when all is free: until then nothing is thrown away
             self._thrown_later = plan.driver and bool(request.discard)
             held = replace(request, discard=()) if self._thrown_later else request
             self.host_bytes, self.disk_bytes = parts.offload.admit(plan.movables, held)
+            if parts.offload.copies_ahead:
+                self._copying_since = since
         return plan
 
     def _ask_callbacks(self) -> None:
@@ -269,7 +286,9 @@ class Phases:
                 self._freed = self._away()
                 raise
             self._freed = True
-        self.times.append(PhaseTime(Phase.RELEASE, self._parts.clock.monotonic() - started, size))
+        ended, since = self._parts.clock.monotonic(), self._copying_since
+        moving = None if since is None else ended - since
+        self.times.append(PhaseTime(Phase.RELEASE, ended - started, size, moving))
         self._hold_account(plan)
 
     @contextmanager

@@ -6,17 +6,18 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from gpumem_otel.yielding.copies import InMemory, OnDisk
+from gpumem_otel.yielding.copies import InMemory, OnDisk, Part
 from gpumem_otel.yielding.diskfile import DISK_BLOCK
 from gpumem_otel.yielding.hostmem import rounded
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from gpumem_otel.core.yields import Movable
+    from gpumem_otel.yielding.devices import Devices
     from gpumem_otel.yielding.diskfile import DiskFile
 
-__all__ = ["Item", "memory_needed", "place"]
+__all__ = ["Item", "memory_needed", "parts_of", "place", "place_first"]
 
 _ALIGNMENT: Final = 512
 
@@ -49,13 +50,37 @@ class Item:
         return self.movable.tensor_class
 
 
+def parts_of(items: Iterable[Item], devices: Devices) -> Iterator[Part]:
+    """Bytes of each storage and where they are kept, as copies are asked for."""
+    for item in items:
+        one = item.movable
+        view = devices.bytes_of(one.storage, one.device)
+        yield Part(one.device, view, item.size, item.place, one.stream)
+
+
 def memory_needed(movables: Iterable[Movable]) -> int:
     """Bytes of host memory that would hold all of them."""
     return sum(rounded(one.size_bytes, _ALIGNMENT) for one in movables)
 
 
+def place_first(movables: Sequence[Movable], room_bytes: int) -> list[Item]:
+    """Those that are copied first, as far as there is room for them in host memory."""
+    items: list[Item] = []
+    at = 0
+    for one in _in_turn(movables):
+        size = rounded(one.size_bytes, _ALIGNMENT)
+        if at + size > room_bytes:
+            break
+        items.append(Item(one, InMemory(at)))
+        at += size
+    return items
+
+
 def place(
-    movables: Sequence[Movable], room_bytes: int, make_file: Callable[[int], DiskFile]
+    movables: Sequence[Movable],
+    room_bytes: int,
+    make_file: Callable[[int], DiskFile],
+    first: Sequence[Item] = (),
 ) -> tuple[list[Item], int]:
     """Items in the order in which they are copied, and the bytes of host memory they take.
 
@@ -63,14 +88,16 @@ def place(
         movables: what is kept.
         room_bytes: of host memory; what does not fit goes to a file.
         make_file: makes one for so many bytes.
+        first: from `place_first`: these have their places, and are of the movables.
 
     Raises:
         YieldRefusedError: the file can not be had.
     """
-    items: list[Item] = []
+    items = list(first)
     disk: list[Movable] = []
-    at = 0
-    for one in _in_turn(movables):
+    at = sum(rounded(item.size, _ALIGNMENT) for item in first)
+    placed = {id(item.movable) for item in first}
+    for one in _in_turn([one for one in movables if id(one) not in placed]):
         size = rounded(one.size_bytes, _ALIGNMENT)
         if at + size <= room_bytes:
             items.append(Item(one, InMemory(at)))

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.core.yields import Movable, YieldRequest
 
-__all__ = ["Plan", "bytes_by_class", "check_request", "make_plan"]
+__all__ = ["Plan", "bytes_by_class", "check_request", "make_plan", "probable_part"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +67,17 @@ def check_request(request: YieldRequest) -> None:
     fault = yield_fault(request)
     if fault:
         raise YieldRefusedError(f"yield: {fault}")
+
+
+def probable_part(probable: Iterable[Movable], request: YieldRequest) -> list[Movable]:
+    """Of what will probably be found, that which would be copied."""
+    return [
+        one
+        for one in probable
+        if (request.devices is None or one.device in request.devices)
+        and _is_chosen(one, request)
+        and one.tensor_class not in request.discard
+    ]
 
 
 def make_plan(request: YieldRequest, found: Found, driver_refusal: str | None) -> Plan:

@@ -20,6 +20,10 @@ class Finding(Protocol):
         """At a safe point: every storage that can go, and what stays."""
         ...
 
+    def probable(self) -> Sequence[Movable]:
+        """What `find` will probably say can go, as far as it is large; cheap, () before one."""
+        ...
+
 
 class Offloading(Protocol):
     """Copies storages to the host and back.
@@ -30,10 +34,14 @@ class Offloading(Protocol):
         bytes_per_second: as measured, 0.0 before.
         notes: what a person should know of the last yield and its restore.
         zeroed: classes that `free` had thrown away already when it had to undo itself.
+        copies_ahead: what was begun is on its way.
     """
 
     notes: list[str]
     zeroed: set[str]
+
+    @property
+    def copies_ahead(self) -> bool: ...  # noqa: D102 - see the class
 
     @property
     def held_bytes(self) -> Mapping[str, int]: ...  # noqa: D102 - see the class
@@ -49,6 +57,10 @@ class Offloading(Protocol):
 
     @property
     def bytes_per_second(self) -> float: ...  # noqa: D102
+
+    def begin(self, movables: Sequence[Movable]) -> None:
+        """Start to copy what will probably go; reads alone. `admit` or `abandon` comes next."""
+        ...
 
     def admit(self, movables: Sequence[Movable], request: YieldRequest) -> tuple[int, int]:
         """Reserve host memory and disk; (bytes of each).
@@ -71,7 +83,7 @@ class Offloading(Protocol):
         ...
 
     def abandon(self) -> None:
-        """Undo `admit` and `copy_out`."""
+        """Undo `begin`, `admit` and `copy_out`."""
         ...
 
     def copy_back(

@@ -65,6 +65,9 @@ class FakeFinder:
         self.faults.hit("find")
         return self.found
 
+    def probable(self) -> tuple[Movable, ...]:
+        return self.found.movables if self.asked else ()
+
 
 class FakeOffload:
     """As `Offload`, over `Storage`."""
@@ -82,6 +85,8 @@ class FakeOffload:
         self.reserved = False
         self.closed = 0
         self.zeroed: set[str] = set()
+        self.begun: list[Movable] = []
+        self.copies_ahead = False
 
     def _sum(self, *, discarded: bool) -> dict[str, int]:
         sums: dict[str, int] = {}
@@ -104,10 +109,16 @@ class FakeOffload:
 
     disk_bytes = 0
 
+    def begin(self, movables) -> None:
+        assert not self.items, "begun with memory held"
+        assert not self.begun, "begun twice"
+        self.begun = list(movables)
+        self.faults.hit("begin")
+
     def admit(self, movables, request) -> tuple[int, int]:
         assert not self.items, "admitted twice"
         self.faults.hit("admit")
-        self.items, self.thrown = list(movables), request.discard
+        self.items, self.thrown, self.begun = list(movables), request.discard, []
         self.zeroed = set()
         self.verifies, self.reserved = request.verify, True
         kept = [one for one in movables if one.tensor_class not in request.discard]
@@ -164,6 +175,7 @@ class FakeOffload:
     def abandon(self) -> None:
         assert not self.away
         self.faults.hit("abandon")
+        self.begun = []
         self._finish()
 
     def copy_back(self, classes, wait_seconds, progress, stop) -> PhaseTime:

@@ -22,7 +22,7 @@ from gpumem_otel.core.frames import BACKWARD, BEFORE_INSTALL, identity_namer
 from gpumem_otel.core.heap import live_profile
 from gpumem_otel.core.peaks import PeakCounter, window_peak
 from gpumem_otel.core.yields import Movable
-from gpumem_otel.yielding.offload import Offload
+from gpumem_otel.yielding.refill import Refill
 
 OURS = (
     {"name": "_allocated", "filename": RESTORING, "line": 360},
@@ -190,7 +190,7 @@ def job(torch):
 
 
 def test_the_file_that_allocates_is_the_one_that_frames_name():
-    assert Offload._allocated.__code__.co_filename == RESTORING
+    assert Refill._allocated.__code__.co_filename == RESTORING
 
 
 def test_stacks_and_classes_are_the_same_before_and_after(job):
@@ -260,7 +260,7 @@ def test_a_later_allocation_at_the_address_is_its_own(job):
     "frames",
     [
         (frame("pause", "/job/callbacks.py"), *OURS),
-        (frame("sums", RESTORING.replace("offload.py", "checksums.py")), *OURS),
+        (frame("sums", RESTORING.replace("refill.py", "checksums.py")), *OURS),
         (),
     ],
 )

@@ -23,8 +23,8 @@ from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.export.clock import SystemClock
 
 CALLS = (
-    "find", "admit", "copy_out", "free", "free within", "free at its end", "abandon", "keeper",
-    "lock", "checkpoint", "restore", "copy_back", "copy_back within", "verify",
+    "find", "begin", "admit", "copy_out", "free", "free within", "free at its end", "abandon",
+    "keeper", "lock", "checkpoint", "restore", "copy_back", "copy_back within", "verify",
 )  # fmt: skip
 ERRORS = (YieldRefusedError, RuntimeError, YieldFailedError, KeyboardInterrupt)
 CLASSES = ("parameter", "gradient", "optimizer_state", "activation")

@@ -1,0 +1,222 @@
+"""A copy that begins before it is known what goes: what it may change, and what it may not."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from dataclasses import replace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from support.offload_parts import (  # noqa: E402
+    PIECE,
+    making,
+    movables_of,
+    never,
+    tensor,
+)
+
+from gpumem_otel.capture.remembered import Remembered  # noqa: E402
+from gpumem_otel.core.yields import YieldRequest  # noqa: E402
+from gpumem_otel.errors import YieldRefusedError  # noqa: E402
+from gpumem_otel.yielding import headstart  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def make(tmp_path):
+    with making(tmp_path) as parts:
+        yield parts
+
+
+class Lane:
+    """Copies at a mark, on whichever thread; `gate` holds that up."""
+
+    def __init__(self, log, gate):
+        self.log, self.gate, self.asked = log, gate, []
+
+    def copy(self, to, source):
+        self.asked.append((to, source))
+
+    def zero(self, to):
+        to.zero_()
+
+    def after(self, stream):
+        pass
+
+    def mark(self):
+        asked, self.asked = self.asked, []
+        if threading.current_thread().name == "gpumem-copy":
+            assert self.gate.wait(20)
+        for to, source in asked:
+            to.copy_(source)
+            self.log.append((threading.current_thread().name, source.numel()))
+        return self
+
+    def wait(self):
+        pass
+
+
+@pytest.fixture
+def begun(make):
+    """Parts whose pool is pinned, three storages, and a log of all copies from now on."""
+    parts = make()
+    tensors = [tensor(size, seed) for seed, size in enumerate((PIECE * 3, PIECE + 5, 300))]
+    parts.out(movables_of(tensors))
+    parts.back()
+    parts.log, parts.gate = [], threading.Event()
+    parts.devices.lane = lambda device: Lane(parts.log, parts.gate)
+    return parts, tensors
+
+
+def again(parts, tensors, goes, **request):
+    """Yield, break what was freed, restore; whether all is as it was."""
+    before = [one.clone() for one in tensors]
+    parts.offload.admit(goes, YieldRequest(**request))
+    parts.offload.copy_out(parts.progress, never)
+    parts.offload.free()
+    parts.back()
+    return all(torch.equal(one, was) for one, was in zip(tensors, before, strict=True))
+
+
+def copied(parts):
+    return sum(size for _, size in parts.log)
+
+
+@pytest.mark.parametrize("verify", [False, True])
+def test_what_is_on_its_way_is_copied_once_and_first(begun, verify):
+    parts, tensors = begun
+    goes = movables_of(tensors)
+    tensors[2].add_(1)  # after the last yield: what goes is what is there now
+    parts.offload.begin(movables_of(tensors[:2]))
+    parts.gate.set()
+    before = [one.clone() for one in tensors]
+    parts.offload.admit(goes, YieldRequest(verify=verify))
+    assert parts.offload.copies_ahead
+    phase = parts.offload.copy_out(parts.progress, never)
+    size = sum(one.size_bytes for one in goes)
+    assert (copied(parts), phase.size_bytes, parts.said[-1]) == (size, size, (size, size))
+    ahead = sum(n for thread, n in parts.log if thread == "gpumem-copy")
+    assert ahead == goes[0].size_bytes + goes[1].size_bytes
+    parts.offload.free()
+    parts.back()
+    assert parts.offload.verify() == ("equal" if verify else "")
+    assert all(torch.equal(one, was) for one, was in zip(tensors, before, strict=True))
+
+
+def test_nothing_begins_before_host_memory_is_pinned(make):
+    parts, one = make(), tensor(PIECE)
+    parts.offload.begin(movables_of([one]))
+    assert not parts.offload.copies_ahead
+    parts = make(limit=0)
+    parts.out(movables_of([one]))
+    parts.back()
+    parts.offload.begin(movables_of([one]))
+    assert not parts.offload.copies_ahead
+
+
+def test_what_does_not_go_any_more_was_copied_for_nothing(begun):
+    """The job let go of a tensor, or the request leaves it: the rest is whole."""
+    parts, tensors = begun
+    parts.offload.begin(movables_of(tensors))
+    parts.gate.set()
+    assert again(parts, tensors, movables_of(tensors[1:]))
+    assert not parts.offload.copies_ahead
+    parts.offload.begin(movables_of(tensors[:1]))
+    moved = [replace(one, address=one.address + 64) for one in movables_of(tensors[:1])]
+    parts.offload.admit([*moved, *movables_of(tensors[1:])], YieldRequest())
+    assert not parts.offload.copies_ahead  # not where it was
+    parts.offload.abandon()
+    parts.offload.begin(movables_of(tensors))
+    classes = ["optimizer_state", "parameter", "parameter"]
+    goes = [replace(m, tensor_class=c) for m, c in zip(movables_of(tensors), classes, strict=True)]
+    parts.offload.admit(goes, YieldRequest(discard=("optimizer_state",)))
+    assert not parts.offload.copies_ahead  # thrown away
+    parts.offload.abandon()
+
+
+@pytest.mark.parametrize("then", ["abandoned", "no room"])
+def test_what_is_given_up_ends_before_anything_else_happens(begun, monkeypatch, then):
+    parts, tensors = begun
+    before = [one.clone() for one in tensors]
+    real, dropping = headstart.HeadStart.drop, threading.Event()
+
+    def drop(head):
+        dropping.set()
+        real(head)
+
+    monkeypatch.setattr(headstart.HeadStart, "drop", drop)
+    opener = threading.Thread(target=lambda: dropping.wait(20) and parts.gate.set())
+    opener.start()
+    parts.offload.begin(movables_of(tensors))
+    if then == "no room":
+        with monkeypatch.context() as patch:
+            patch.setattr(parts.host, "reserve", refuse)
+            with pytest.raises(YieldRefusedError, match="no room"):
+                parts.offload.admit(movables_of(tensors), YieldRequest())
+    assert parts.offload.copies_ahead
+    parts.offload.abandon()
+    opener.join()
+    assert copied(parts) == sum(one.numel() for one in tensors)
+    assert not [t for t in threading.enumerate() if t.name == "gpumem-copy"]
+    assert all(torch.equal(one, was) for one, was in zip(tensors, before, strict=True))
+    assert again(parts, tensors, movables_of(tensors))
+
+
+def refuse(*_arguments, **_options):
+    raise YieldRefusedError("host memory: no room")
+
+
+def test_an_error_of_the_thread_refuses_the_yield_and_leaves_the_job(begun):
+    parts, tensors = begun
+    before = [one.clone() for one in tensors]
+
+    class Broken(Lane):
+        def mark(self):
+            if threading.current_thread().name == "gpumem-copy":
+                raise RuntimeError("CUDA error: unknown")
+            return super().mark()
+
+    working, parts.devices.lane = parts.devices.lane, lambda device: Broken(parts.log, parts.gate)
+    parts.offload.begin(movables_of(tensors))
+    parts.offload.admit(movables_of(tensors), YieldRequest())
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        parts.offload.copy_out(parts.progress, never)
+    parts.offload.abandon()
+    assert all(torch.equal(one, was) for one, was in zip(tensors, before, strict=True))
+    parts.devices.lane = working
+    parts.gate.set()
+    assert again(parts, tensors, movables_of(tensors))
+
+
+def test_no_more_than_its_share_is_asked_for_ahead(begun, monkeypatch):
+    monkeypatch.setattr(headstart, "_MOST_BYTES", PIECE * 3)
+    parts, tensors = begun
+    parts.gate.set()
+    parts.offload.begin(movables_of(tensors))
+    assert again(parts, tensors, movables_of(tensors))
+    ahead = [size for thread, size in parts.log if thread == "gpumem-copy"]
+    assert sum(ahead) == PIECE * 3
+
+
+def test_large_storages_are_remembered_without_being_kept_alive():
+    large, small, gone = tensor(1 << 20), tensor(100), tensor(2 << 20)
+    remembered = Remembered()
+    assert remembered.alive() == []
+    remembered.keep([*movables_of([large, small], stream=7), *movables_of([gone])])
+    del gone
+    gc.collect()
+    (found,) = remembered.alive()
+    assert found.storage._cdata == large.untyped_storage()._cdata
+    assert (found.address, found.size_bytes, found.stream) == (large.data_ptr(), 1 << 20, 7)
+    large.untyped_storage().resize_(0)
+    assert remembered.alive() == []
+    large.untyped_storage().resize_(1 << 20)
+    (found,) = remembered.alive()
+    assert found.address == large.data_ptr()  # where it is now
+    del found, large
+    gc.collect()
+    assert remembered.alive() == []
