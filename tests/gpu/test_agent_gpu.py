@@ -329,12 +329,13 @@ def test_two_ranks_on_two_gpus(run, devices):
             dist.destroy_process_group()
             """,
             command=(
-                # standalone: a store of its own per attempt; with the static one a restarted rank
-                # may read NCCL's address of the attempt before
                 sys.executable, "-m", "torch.distributed.run", "--standalone",
                 "--nproc-per-node", "2", "--max-restarts", "1",
             ),
             PYROSCOPE_SERVER_ADDRESS=server.url,
+            # a store of its own per attempt: else a restarted rank may read NCCL's address of the
+            # attempt before
+            TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
             NCCL_SOCKET_IFNAME="lo",  # one host; its other addresses may not reach themselves
             GPUMEM_OTEL_PORT="19464",
             GPUMEM_OTEL_INTERVAL="2",
