@@ -29,7 +29,7 @@ def main(steps: int) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 49 and dist.get_rank() == 0:
+        if dist.get_rank() == 0 and ((step + 1) % 50 == 0 or step + 1 == steps):
             print(f"step {step + 1}: loss {loss.item():.4f}", flush=True)
     dist.destroy_process_group()
 

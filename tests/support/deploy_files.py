@@ -36,7 +36,7 @@ OF_THE_PLATFORM = {
     # what alloy/ and otel/ read
     "LISTEN_HOST", "CLUSTER", "COLLECTOR_HOST",
     # Slurm
-    "SLURM_JOB_NAME", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES",
+    "SLURM_JOB_NAME", "SLURM_JOB_ID", "SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_RESTART_COUNT",
     # Python and the shell in the image
     "PATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "PIP_CONSTRAINT",
 }  # fmt: skip
