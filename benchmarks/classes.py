@@ -182,7 +182,7 @@ def _step(job: Any) -> None:
 
 def _by_class(agent: Any) -> dict[str, Any]:
     """Of a reading as every profile is made of: requested bytes and block bytes by class."""
-    reading = agent._source.read()  # noqa: SLF001 - the reading itself is no public thing
+    reading = agent.source.read()
     classifier = reading.classifier
     requested: dict[str, int] = {}
     blocks: dict[str, int] = {}

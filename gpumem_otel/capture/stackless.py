@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gpumem_otel.core.frames import BACKWARD, BEFORE_INSTALL, NO_PYTHON_FRAME
+from gpumem_otel.core.ports import no_pause
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -48,7 +49,7 @@ class StacklessRoots:
 
     def remember_before_install(self, raw: Any) -> None:
         """Install came late: blocks that have no stack now are older. On the job's own thread."""
-        self._known = dict.fromkeys(_stackless_blocks(raw, _never), BEFORE_INSTALL)
+        self._known = dict.fromkeys(_stackless_blocks(raw, no_pause), BEFORE_INSTALL)
 
     def update(self, raw: Any, *, unrecorded: bool, restored: Roots = _NONE) -> float:
         """Forget addresses that are free, or were given out again with a stack.
@@ -139,10 +140,6 @@ def _name_of(thread: Path) -> bytes:
         return (thread / "comm").read_bytes()
     except OSError:  # it has just ended
         return b""
-
-
-def _never() -> None:
-    """No pause."""
 
 
 def _stackless_blocks(raw: Any, pause: Pause) -> Iterator[tuple[int, int]]:

@@ -13,25 +13,27 @@ not count (`alive`).
 
 from __future__ import annotations
 
-import re
 import sys
 import threading
 import time
 import weakref
-from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.capture.containers import tensors_in
+from gpumem_otel.capture.modelhook import ModelHook
 from gpumem_otel.capture.objects import Kinds
-from gpumem_otel.capture.storages import WeakStorage, address_of, storages_of
+from gpumem_otel.capture.tableentries import EntryCollector, rekeyed
 from gpumem_otel.core.classify import TensorClass
 from gpumem_otel.core.quiet import QuietGate
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["TableEntries", "TensorTable"]
+    from gpumem_otel.capture.tableentries import TableEntries
+
+__all__ = ["TensorTable"]
 
 _log = named_logger("gpumem_otel.capture")
 
@@ -41,34 +43,11 @@ _AHEAD_SECONDS: Final = 5.0
 """A table is made for a reading that is due in so many seconds, or sooner."""
 _AHEAD_BOUNDARIES: Final = 2.0
 """Of long steps: as many seconds earlier as so many of them take."""
-_CACHE_NAME: Final = re.compile(r"(^|_)(kv|k|v|key|value|past_key_values?)_?caches?(_|$)|^kv$")
 _CLASSES: Final = {found.value: found for found in TensorClass}
 _MOST_INPUT_PARTS: Final = 10_000
 """Looked at in the arguments of one forward: it is the job's hot path."""
 _NOBODY: Final = -1
 """In place of a thread: only `step()` reads that optimizer."""
-
-_Entry: TypeAlias = "tuple[int, TensorClass, WeakStorage]"
-TableEntries: TypeAlias = "dict[int, _Entry]"
-"""Address -> (bytes, class, storage)."""
-
-
-class _Hook:
-    """A hook of a watched model, which goes into no copy and no file of it.
-
-    There stands a function of the standard library in its place that does nothing.
-    """
-
-    __slots__ = ("_call",)
-
-    def __init__(self, call: Callable[..., None]) -> None:
-        self._call = call
-
-    def __call__(self, *args: Any) -> None:
-        self._call(*args)
-
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return getattr, (nullcontext, "__exit__")
 
 
 class TensorTable:
@@ -174,31 +153,34 @@ class TensorTable:
         torch = self._torch
         if not self._active or torch is None:
             return
-        entries: TableEntries = {}
+        found = self._collector()
         with torch._C.DisableTorchFunction():  # noqa: SLF001 - no mode of the job sees us
-            self._take_up(entries, name, item)
+            self._take_up(found, name, item)
+        self.tensors += found.tensors
         with self._lock:
-            self._entries = {**self._entries, **entries}
+            self._entries = {**self._entries, **found.entries}
         self.want(0.0)
 
-    def _take_up(self, entries: TableEntries, name: str, item: Any) -> None:
+    def _take_up(self, found: EntryCollector, name: str, item: Any) -> None:
         torch = self._torch
         if isinstance(item, torch.nn.Module):
             self._add_tree(item)
             if id(item) not in self._roots:
                 handles = (
-                    item.register_forward_pre_hook(_Hook(self._before_forward()), with_kwargs=True),
-                    item.register_forward_hook(_Hook(self._after_forward())),
+                    item.register_forward_pre_hook(
+                        ModelHook(self._before_forward()), with_kwargs=True
+                    ),
+                    item.register_forward_hook(ModelHook(self._after_forward())),
                 )
                 self._roots[id(item)] = self._forgetting(self._roots, item), handles
-            self._add_modules(entries, list(item.modules()))
+            found.add_modules(list(item.modules()))
         elif isinstance(item, torch.optim.Optimizer):
             # whose thread it is shows with its first step
             self._optimizers[id(item)] = (self._forgetting(self._optimizers, item), _NOBODY)
         elif name in _CLASSES:
             named, key = self._named, (_CLASSES[name], id(item))
             named[key] = weakref.ref(item, lambda _: named.pop(key, None))
-            self._add(entries, self._named_tensors(item), _CLASSES[name])
+            found.add_named(item, _CLASSES[name])
         else:
             known = ", ".join(_CLASSES)
             _log.warning("watch(%s=...): no such class; known are %s", name, known)
@@ -245,8 +227,8 @@ class TensorTable:
             addresses: 0 for none, by the `_cdata` of the storage.
         """
         with self._lock:
-            self._entries = _rekeyed(self._entries, addresses)
-            self._inputs = _rekeyed(self._inputs, addresses)
+            self._entries = rekeyed(self._entries, addresses)
+            self._inputs = rekeyed(self._inputs, addresses)
 
     @staticmethod
     def alive(entries: TableEntries, pause: Callable[[], None]) -> dict[int, Any]:
@@ -360,11 +342,12 @@ class TensorTable:
         if self._gate.closed:  # a look at inputs waits for nobody
             return
         try:
-            found: TableEntries = {}
+            found = self._collector()
             tensors = tensors_in(arguments, self._torch.Tensor, _MOST_INPUT_PARTS)
             with self._torch._C.DisableTorchFunction():  # noqa: SLF001 - as in `watch`
-                self._add(found, tensors, TensorClass.INPUT)
-            self._inputs = found
+                found.add(tensors, TensorClass.INPUT)
+            self._inputs = found.entries
+            self.tensors += found.tensors
         except Exception:
             _log.warning("inputs of %s are not told apart", type(module).__name__, exc_info=True)
             self._inputs, self._inputs_allowed_from = {}, float("inf")
@@ -382,99 +365,23 @@ class TensorTable:
             here: also the gradients of optimizers that stepped on other threads: `step()` was
                 called, by which the job says that none of them works now.
         """
-        entries: TableEntries = {}
-        self.tensors = 0
+        found = self._collector()
         modules = [m for m in (ref() for ref in list(self._modules.values())) if m is not None]
         for (tensor_class, _), ref in list(self._named.items()):
             if (item := ref()) is not None:
-                self._add(entries, self._named_tensors(item), tensor_class)
+                found.add_named(item, tensor_class)
         thread = threading.get_ident()
         optimizers = [
             optimizer
             for optimizer, owner in ((ref(), owner) for ref, owner in [*self._optimizers.values()])
             if optimizer is not None and (here or owner == thread)
         ]
-        parameters = [
-            parameter
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
-        self._add(entries, parameters, TensorClass.PARAMETER)
-        self._add_modules(entries, modules)
-        self._add(entries, [p.grad for p in parameters], TensorClass.GRADIENT)
-        for optimizer in optimizers:
-            states = self._states_of(optimizer)
-            self._add(entries, states, TensorClass.OPTIMIZER_STATE)
-        return entries
+        found.add_optimizers(optimizers, modules)
+        self.tensors = found.tensors
+        return found.entries
 
-    def _named_tensors(self, item: Any) -> Iterator[Any]:
-        """What the user meant; a cache that refers to its model has no parameters."""
-        parameter = self._torch.nn.Parameter
-        for tensor in tensors_in(item, self._torch.Tensor):
-            if tensor is item or not isinstance(tensor, parameter):
-                yield tensor
-
-    def _states_of(self, optimizer: Any) -> Iterator[Any]:
-        tensor_type = self._torch.Tensor
-        for state in list(optimizer.state.values()):
-            for item in state.values() if isinstance(state, dict) else (state,):
-                if isinstance(item, tensor_type):
-                    yield item
-                elif not isinstance(item, int | float):
-                    yield from tensors_in(item, tensor_type)
-
-    def _add_modules(self, entries: TableEntries, modules: list[Any]) -> None:
-        # not by named_parameters(), which walks the whole tree below each module; and by lists
-        # that are made in one go, since another thread may be at work with a module
-        parameters = [p for m in modules for p in list(m._parameters.values())]  # noqa: SLF001
-        self._add(entries, parameters, TensorClass.PARAMETER)
-        for module in modules:
-            self._add_caches(entries, module)
-        buffers = [b for m in modules for b in list(m._buffers.values())]  # noqa: SLF001
-        self._add(entries, buffers, TensorClass.BUFFER)
-
-    def _add_caches(self, entries: TableEntries, module: Any) -> None:
-        for owned in (module._buffers, vars(module)):  # noqa: SLF001
-            for name in list(owned):
-                if ("cache" in name or name == "past_key_values") and _CACHE_NAME.search(name):
-                    tensors = tensors_in(owned.get(name), self._torch.Tensor)
-                    self._add(entries, tensors, TensorClass.KV_CACHE)
-
-    def _add(
-        self, entries: TableEntries, tensors: Iterable[Any], tensor_class: TensorClass
-    ) -> None:
-        """Storages that are not in the entries yet. The hot path: 1 us a tensor."""
-        torch, last = self._torch, self._entries
-        storage_type = torch.UntypedStorage
-        expired, free = storage_type._expired, storage_type._free_weak_ref  # noqa: SLF001
-        plain, host_too = (torch.nn.Parameter, torch.Tensor), self._host_too
-        count = 0
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            count += 1
-            storages: Sequence[Any]
-            if type(tensor) in plain:
-                if tensor.is_cpu and not host_too:
-                    continue
-                try:
-                    storages = (tensor.untyped_storage(),)
-                except (RuntimeError, NotImplementedError):  # sparse
-                    storages = storages_of(tensor)
-            else:
-                storages = storages_of(tensor)
-            for storage in storages:
-                address = address_of(storage)
-                if not address or address in entries:
-                    continue
-                known = last.get(address)
-                if known is not None and known[2].identity == storage._cdata:  # noqa: SLF001
-                    weak = known[2]
-                else:
-                    weak = WeakStorage(storage, expired, free)
-                entries[address] = (storage.nbytes(), tensor_class, weak)
-        self.tensors += count
+    def _collector(self) -> EntryCollector:
+        return EntryCollector(self._torch, self._entries, host_too=self._host_too)
 
     # who is there
 
@@ -496,16 +403,3 @@ class TensorTable:
     def _forgetting(held: dict[int, Any], item: Any) -> weakref.ref[Any]:
         key = id(item)
         return weakref.ref(item, lambda _: held.pop(key, None))
-
-
-def _rekeyed(entries: TableEntries, addresses: Mapping[int, int]) -> TableEntries:
-    """What has no memory waits under a number that is no address, and so in nobody's way."""
-    kept: TableEntries = {}
-    moved: TableEntries = {}
-    for address, entry in entries.items():
-        identity = entry[2].identity
-        if identity in addresses:
-            moved[addresses[identity] or -identity] = entry
-        else:
-            kept[address] = entry
-    return {**kept, **moved}

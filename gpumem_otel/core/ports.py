@@ -34,11 +34,17 @@ __all__ = [
     "StacklessRule",
     "WindowSource",
     "YieldControl",
+    "no_pause",
 ]
 
 Pause: TypeAlias = "Callable[[], None]"
 """Called every few dozen items of a long pure-Python loop, so that the caller can give up the
 interpreter lock (hazard: a thread that holds it stalls the job). The core itself has no clock."""
+
+
+def no_pause() -> None:
+    """A `Pause` of work that gives nothing up: nobody waits for it, or the job itself does it."""
+
 
 FrameNamer: TypeAlias = "Callable[[str, str, int], str]"
 """(function name, file name, line) as recorded -> the unique name shown in flame graphs."""

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.core.model import BlockState
+from gpumem_otel.core.ports import no_pause
 from gpumem_otel.core.rawform import (
     DEFAULT_POOL,
     Reader,
@@ -228,7 +229,7 @@ class _Player:
         self, segments: Sequence[RawSegment], pause: Pause | None, *, frees_tell: bool
     ) -> None:
         self._segments = segments
-        self._pause = pause or _no_pause
+        self._pause = pause or no_pause
         self._frees_tell = frees_tell
         self._stacks = StackTable()
         self._pools = _Interned(DEFAULT_POOL)
@@ -512,10 +513,6 @@ class _Places:
             return None
         index = bisect_right(self._starts, address) - 1
         return self._pools[index] if index >= 0 and address < self._ends[index] else None
-
-
-def _no_pause() -> None:
-    """For work that nobody waits for."""
 
 
 def _allocated_blocks(segments: Sequence[RawSegment]) -> Iterator[tuple[RawSegment, RawBlock]]:

@@ -54,15 +54,15 @@ def start(recording, tmp_path):
 
 def test_it_is_off_until_asked_for(start, tmp_path):
     agent = start(service_name="job")
-    assert agent._control is None
+    assert agent._serves.control is None
     assert not (tmp_path / "run").exists()
 
 
 def test_a_command_reaches_the_engine(start, tmp_path):
     agent = start({"GPUMEM_OTEL_CONTROL": "1"}, service_name="job")
-    assert agent._control.wait(WAIT)
+    assert agent._serves.control.wait(WAIT)
     (path,) = control_sockets(str(tmp_path / "run"))
-    assert agent._control.socket_path == path
+    assert agent._serves.control.socket_path == path
     state = call(path, "GET", "/v1/state").json
     assert state["process"]["service_name"] == "job"
     assert state["process"]["pid"] == os.getpid()
@@ -88,7 +88,7 @@ def test_what_is_not_safe_is_not_begun_and_the_job_goes_on(start, options, reaso
     with caplog.at_level(logging.WARNING):
         agent = start(control=True, **options)
     assert agent.reader is not None
-    assert agent._control is None
+    assert agent._serves.control is None
     assert reason in caplog.text
     assert "x" * 20 not in caplog.text
     assert agent.counters.get("exporter_errors", stage="control") == 1
@@ -96,14 +96,14 @@ def test_what_is_not_safe_is_not_begun_and_the_job_goes_on(start, options, reaso
 
 def test_a_forked_child_does_not_listen(start, tmp_path):
     agent = start(control=True)
-    assert agent._control.wait(WAIT)
-    path = agent._control.socket_path
+    assert agent._serves.control.wait(WAIT)
+    path = agent._serves.control.socket_path
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             agent.after_fork_in_child()
-            code = int(agent._control is not None)
+            code = int(agent._serves.control is not None)
             agent.stop()
         finally:
             os._exit(code)
@@ -128,8 +128,8 @@ JOB = """
                   source=ReplaySource(recording, SystemClock()), environ={{}})
     agent.yields = YieldDouble(by_hand=True)
     lifecycle.adopt(agent)
-    assert agent._control.wait(30)
-    print(agent._control.socket_path, agent.yields.wait(-1, 0).version, flush=True)
+    assert agent._serves.control.wait(30)
+    print(agent._serves.control.socket_path, agent.yields.wait(-1, 0).version, flush=True)
     sys.stdin.readline()
 """
 

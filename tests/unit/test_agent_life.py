@@ -56,7 +56,7 @@ def test_a_question_from_within_arming_is_answered(agent, torch):
     """An SDK's reader holds its lock and asks us, while arming waits for that lock."""
     one = agent(serve=False)
     agent_asked, answered = threading.Event(), threading.Event()
-    start = one._start_metrics
+    start = one._exports.start_metrics
 
     def metrics():
         thread = threading.Thread(target=lambda: (one.observe(), answered.set()))
@@ -66,7 +66,7 @@ def test_a_question_from_within_arming_is_answered(agent, torch):
         thread.join()
         start()
 
-    one._start_metrics = metrics
+    one._exports.start_metrics = metrics
     arm(one, torch)
     assert agent_asked.is_set()
     assert one.counters.get("exporter_errors", stage="push") == 0
@@ -118,7 +118,7 @@ def test_cuda_that_comes_up_while_we_are_uninstalled_leaves_nothing(agent, torch
         swapped.set()
         assert armed.wait(10)
 
-    one._undo.append(("arm", slow_undo))
+    one.defer("arm", slow_undo)
     stopper = threading.Thread(target=one.stop)
     stopper.start()
     assert swapped.wait(10)
@@ -126,22 +126,22 @@ def test_cuda_that_comes_up_while_we_are_uninstalled_leaves_nothing(agent, torch
     armed.set()
     stopper.join()
     assert ours() == []
-    assert one._undo == []
+    assert one._undoing.steps == []
     assert one.observe() is None
 
 
 def test_a_stop_in_the_middle_of_arming_undoes_what_comes_after(agent, torch):
     one = agent(serve=True, port=0)
-    start = one._start_steps
+    start = one._reads.start_steps
 
     def steps():
         one.stop()
         start()
 
-    one._start_steps = steps
+    one._reads.start_steps = steps
     arm(one, torch)
     assert ours() == []
-    assert one._undo == []
+    assert one._undoing.steps == []
 
 
 def test_a_part_that_fails_half_way_is_undone_and_the_others_go_on(agent, torch):
@@ -151,7 +151,7 @@ def test_a_part_that_fails_half_way_is_undone_and_the_others_go_on(agent, torch)
     def fail():
         raise RuntimeError("no")
 
-    one._start_steps = lambda: one._begin("steps", fail, undone.append)
+    one._reads.start_steps = lambda: one._undoing.begin("steps", fail, undone.append)
     arm(one, torch)
     assert len(undone) == 1
     assert one.counters.get("exporter_errors", stage="steps") == 1
@@ -161,12 +161,12 @@ def test_a_part_that_fails_half_way_is_undone_and_the_others_go_on(agent, torch)
 def test_a_sink_that_can_not_be_made_leaves_the_read_outs(agent, torch):
     seen = threading.Event()
     one = agent(pyroscope_url="http://127.0.0.1:9")
-    one._on_profiles = lambda kind, profiles: seen.set()
+    one._exports._on_profiles = (lambda kind, profiles: seen.set(),)
 
     def no_sink(_):
         raise ValueError("no sink")
 
-    one._make_sink = no_sink
+    one._exports._make_sink = no_sink
     arm(one, torch)
     one.flush(10)
     assert seen.is_set()

@@ -32,9 +32,15 @@ MAY_IMPORT = {
     "yieldparts": {"capture", "config", "core", "export", "ranks", "yielding"},
     "answers": {"capture", "config", "core", "errors", "ranks", "serve"},
     "ooms": {"answers", "capture", "config", "core", "errors", "export", "logs", "serve"},
+    "undoing": {"core", "logs"},
+    "readparts": {"answers", "capture", "config", "core", "errors", "export", "undoing"},
+    "serveparts": {
+        "answers", "capture", "config", "core", "export", "ranks", "serve", "undoing",
+    },
+    "exportparts": {"answers", "capture", "config", "core", "export", "readparts", "undoing"},
     "agent": {
-        "answers", "capture", "config", "core", "errors", "export", "logs", "ooms", "ranks",
-        "serve", "yielding",
+        "answers", "capture", "config", "core", "exportparts", "logs", "ooms", "readparts",
+        "serveparts", "undoing", "yielding",
     },
     "lifecycle": {"agent", "config", "errors", "logs", "options"},
     "page": {"core", "errors", "_version"},

@@ -299,7 +299,7 @@ def test_a_snapshot_out_of_budget_gives_the_last_profile_and_says_so(start, torc
     agent = start(pyroscope_url=server.url)
     agent.reader.live_now()
     torch.allocators[0].alloc(100_000)
-    agent._source._block_seconds = 1.0
+    agent.source._snapshots.block_seconds = 1.0
     fail(torch, agent)
     (line,) = told(capfd)
     assert "s before: a snapshot would have held up the job too long" in line["note"]

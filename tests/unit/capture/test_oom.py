@@ -139,7 +139,7 @@ def test_a_snapshot_that_would_take_too_long_is_not_taken(bench, torch):
     for _ in range(2000):
         torch.allocators[0].alloc(100)
     bench.source.read()
-    bench.source._block_seconds = 0.0002  # 0.4 s for all of them
+    bench.source._snapshots.block_seconds = 0.0002  # 0.4 s for all of them
     snapshots = len(torch.snapshots)
     fail(torch)
     assert bench.failures[0].reading is None

@@ -279,7 +279,7 @@ def test_a_flush_ends_a_window(newest):
 
 def test_events_end_a_window_early(newest):
     bench = newest()
-    bench.source._max_window_events = 100
+    bench.source._window._max_events = 100
     bench.step()
     for _ in range(20):
         bench.actions.append(
