@@ -9,22 +9,34 @@ from __future__ import annotations
 
 import os
 import time
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["ProcessMemory"]
+__all__ = ["DriverCount", "ProcessMemory"]
 
 _log = named_logger("gpumem_otel.capture")
 
 _ASK_EVERY_SECONDS: Final = 10.0
 
 
+class DriverCount(NamedTuple):
+    """Who uses a device, by the driver's count. What is used beyond both is the driver's own.
+
+    Attributes:
+        own_bytes: this process, its context and libraries included.
+        others_bytes: all other processes; None where the driver does not tell of one.
+    """
+
+    own_bytes: int
+    others_bytes: int | None
+
+
 class ProcessMemory:
-    """Bytes that this process uses on a device by the driver's own count.
+    """Bytes that processes use on a device by the driver's own count.
 
     Args:
         monotonic: seconds of a clock that never goes back.
@@ -41,10 +53,10 @@ class ProcessMemory:
         self._load = load or _import
         self._nvml: Any = None
         self._broken = False
-        self._known: dict[str, tuple[float, int | None]] = {}
+        self._known: dict[str, tuple[float, DriverCount | None]] = {}
 
-    def used_bytes(self, uuid: str, reserved_bytes: int) -> int | None:
-        """What this process holds on the device, its context and libraries included.
+    def count(self, uuid: str, reserved_bytes: int) -> DriverCount | None:
+        """What this process and the others hold on the device.
 
         What it holds beside the allocator is up to ten seconds old, what the allocator holds is of
         now: a job that grows meanwhile has not grown its context.
@@ -58,9 +70,12 @@ class ProcessMemory:
             that is said to use less than it has reserved is another one with the same number.
         """
         beside = self._beside(uuid, reserved_bytes)
-        return None if beside is None else reserved_bytes + beside
+        if beside is None:
+            return None
+        return beside._replace(own_bytes=reserved_bytes + beside.own_bytes)
 
-    def _beside(self, uuid: str, reserved_bytes: int) -> int | None:
+    def _beside(self, uuid: str, reserved_bytes: int) -> DriverCount | None:
+        """Likewise, without what this process has reserved."""
         if self._broken or not uuid:
             return None
         now = self._monotonic()
@@ -76,21 +91,29 @@ class ProcessMemory:
             self._broken = True
             _log.info("NVML is asked no more, memory outside stays unknown: %s", error)
             return None
-        value = None if used is None or used < reserved_bytes else used - reserved_bytes
+        value = None
+        if used is not None and used.own_bytes >= reserved_bytes:
+            value = used._replace(own_bytes=used.own_bytes - reserved_bytes)
         self._known[uuid] = (now, value)
         return value
 
-    def _ask(self, uuid: str) -> int | None:
+    def _ask(self, uuid: str) -> DriverCount | None:
         if self._nvml is None:
             nvml = self._load()
             nvml.nvmlInit()
             self._nvml = nvml
         handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
-        pid = os.getpid()
+        own: int | None = None
+        others: int | None = 0
         for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == pid and process.usedGpuMemory is not None:
-                return int(process.usedGpuMemory)
-        return None
+            used = process.usedGpuMemory
+            if process.pid == os.getpid():
+                own = None if used is None else int(used)
+            elif used is None:
+                others = None
+            elif others is not None:
+                others += int(used)
+        return None if own is None else DriverCount(own, others)
 
 
 def _import() -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from gpumem_otel.capture.nvml import ProcessMemory
+from gpumem_otel.capture.nvml import DriverCount, ProcessMemory
 from gpumem_otel.capture.process import device_uuids
 from gpumem_otel.core.model import DeviceStats
 
@@ -47,7 +47,7 @@ def device_stats(
     limit_bytes: int | None = None,
     device_total_bytes: int | None = None,
     device_used_bytes: int | None = None,
-    process_used_bytes: int | None = None,
+    count: DriverCount | None = None,
     host_pinned_bytes: int | None = None,
 ) -> DeviceStats:
     """One device's counters; what a version of torch does not count is 0.
@@ -59,7 +59,7 @@ def device_stats(
         limit_bytes: see `DeviceStats`, as are the others.
         device_total_bytes: of the device, for everybody.
         device_used_bytes: by everybody.
-        process_used_bytes: of that by this process.
+        count: of that by this process and by others.
         host_pinned_bytes: of this process.
     """
     return DeviceStats(
@@ -82,7 +82,8 @@ def device_stats(
         limit_bytes=limit_bytes,
         device_total_bytes=device_total_bytes,
         device_used_bytes=device_used_bytes,
-        process_used_bytes=process_used_bytes,
+        process_used_bytes=count.own_bytes if count is not None else None,
+        others_used_bytes=count.others_bytes if count is not None else None,
         host_pinned_bytes=host_pinned_bytes,
     )
 
@@ -168,14 +169,14 @@ class StatsReader:
             limit_bytes=min(int(total), int(total * self._fraction(device))),
             device_total_bytes=int(total),
             device_used_bytes=int(total) - int(free),
-            process_used_bytes=self._process_used(device, _at(raw, *_RESERVED)),
+            count=self._count(device, _at(raw, *_RESERVED)),
             host_pinned_bytes=pinned,
         )
 
-    def _process_used(self, device: int, reserved_bytes: int) -> int | None:
+    def _count(self, device: int, reserved_bytes: int) -> DriverCount | None:
         if device not in self._uuids:
             self._uuids[device] = device_uuids((device,)).get(device, "")
-        return self._process.used_bytes(self._uuids[device], reserved_bytes)
+        return self._process.count(self._uuids[device], reserved_bytes)
 
     def _raw(self, device: int) -> object:
         return self._c._cuda_memoryStats(device) if self._counted else {}

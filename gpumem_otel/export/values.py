@@ -222,7 +222,8 @@ def outside(observation: Observation) -> Iterator[Row]:
     """Used on the device but not reserved by this process's allocator, by cause.
 
     `context` is this process's context with its libraries (cuBLAS, NCCL), `other_process` what the
-    others use; both only where the driver's count by process is known, else all is `unknown`. The
+    others use; both only where the driver's count by process is known. All else is `unknown`: the
+    driver's own on each device (123 MiB of an H200), or everything where it does not count. The
     numbers are read one after the other; a difference below zero is shown as 0.
     """
     for stats in _allocators(observation):
@@ -232,8 +233,12 @@ def outside(observation: Observation) -> Iterator[Row]:
         causes = {}
         if stats.process_used_bytes is not None:
             own = min(max(stats.process_used_bytes - stats.reserved_bytes, 0), left)
-            causes = {"context": own, "other_process": left - own}
-            left = 0
+            left -= own
+            others = left
+            if stats.others_used_bytes is not None:
+                others = min(stats.others_used_bytes, left)
+            causes = {"context": own, "other_process": others}
+            left -= others
         for cause, value in {**causes, "unknown": left}.items():
             yield {**_at(observation, stats.device), "cause": cause}, value
 

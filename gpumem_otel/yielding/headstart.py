@@ -21,10 +21,22 @@ if TYPE_CHECKING:
     from gpumem_otel.yielding.devices import Devices
     from gpumem_otel.yielding.hostmem import HostPool
 
-__all__ = ["HeadStart"]
+__all__ = ["HeadStart", "ahead_bytes"]
 
-_MOST_BYTES: Final = 12 << 30
-"""On each device: 0.23 s, which is also what giving it up may have to wait for."""
+_FIRST_BYTES: Final = 12 << 30
+"""On each device, where it is not known how long the look takes: 0.23 s."""
+_MARGIN: Final = 1.25
+
+
+def ahead_bytes(devices: int, look_seconds: float, bytes_per_second: float) -> int:
+    """What can be copied while the look goes on: giving it up waits no longer than the look did.
+
+    Args:
+        devices: how many.
+        look_seconds: of the last one, 0.0 if there was none.
+        bytes_per_second: of the last copy, of all devices.
+    """
+    return max(devices * _FIRST_BYTES, round(_MARGIN * look_seconds * bytes_per_second))
 
 
 class HeadStart:
@@ -34,19 +46,21 @@ class HeadStart:
         movables: what will probably go.
         devices: of it.
         pool: whose line takes it, from its beginning; nothing is stored there.
+        most_bytes: of it.
 
     Attributes:
         items: what is copied, and where to.
         size_bytes: of it.
     """
 
-    def __init__(self, movables: Sequence[Movable], devices: Devices, pool: HostPool) -> None:
+    def __init__(
+        self, movables: Sequence[Movable], devices: Devices, pool: HostPool, most_bytes: int
+    ) -> None:
         self._devices = devices
         self._used = sorted({one.device for one in movables})
         self._mover = Mover(devices, pool)
         self._error: BaseException | None = None
-        most = min(pool.ready_bytes, _MOST_BYTES * len(self._used))
-        self.items = place_first(movables, most)
+        self.items = place_first(movables, min(pool.ready_bytes, most_bytes))
         self.size_bytes = sum(item.size for item in self.items)
         self._thread = threading.Thread(target=self._begin, name="gpumem-copy", daemon=True)
         with devices.at_rest(self._used):

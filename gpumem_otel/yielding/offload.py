@@ -22,7 +22,7 @@ from gpumem_otel.yielding.checksums import checksums
 from gpumem_otel.yielding.copies import Mover
 from gpumem_otel.yielding.diskfile import DiskFile
 from gpumem_otel.yielding.garbage import uncollected
-from gpumem_otel.yielding.headstart import HeadStart
+from gpumem_otel.yielding.headstart import HeadStart, ahead_bytes
 from gpumem_otel.yielding.placement import Item, memory_needed, parts_of, place
 from gpumem_otel.yielding.plan import bytes_by_class
 from gpumem_otel.yielding.refill import Refill
@@ -86,7 +86,8 @@ class Offload:
         self._refill = Refill(devices, gpus, self._mover, moves=moves, monotonic=monotonic)
         self._items: list[Item] = []
         self._head_start: HeadStart | None = None
-        self._ahead_since = 0.0
+        self._ahead_since: float | None = None
+        self._look_seconds = 0.0
         self._unverified: list[Item] = []
         self._file: DiskFile | None = None
         self._closing: threading.Thread | None = None
@@ -142,9 +143,11 @@ class Offload:
         `admit` goes on with it where all of it is to be kept, and drops it otherwise; `abandon`
         drops it.
         """
+        self._ahead_since = self._now()
         if movables and self._pool.ready_bytes and not self._items and self._head_start is None:
-            self._ahead_since = self._now()
-            self._head_start = HeadStart(movables, self._devices, self._pool)
+            devices = len({one.device for one in movables})
+            most = ahead_bytes(devices, self._look_seconds, self.bytes_per_second)
+            self._head_start = HeadStart(movables, self._devices, self._pool, most)
 
     def _drop_head_start(self) -> None:
         head, self._head_start = self._head_start, None
@@ -164,6 +167,8 @@ class Offload:
             raise YieldRefusedError("offload: memory is held already; restore it first")
         kept = [one for one in movables if one.tensor_class not in request.discard]
         gone = [one for one in movables if one.tensor_class in request.discard]
+        if self._ahead_since is not None:
+            self._look_seconds = self._now() - self._ahead_since
         head = self._head_start
         if head is not None and not head.takes(kept):  # the job has changed, or the request
             self._drop_head_start()
@@ -224,7 +229,7 @@ class Offload:
         self._host.settle()
         if total >= _MEASURED_BYTES and seconds > 0 and not mover.waited:
             self._out_speed = total / seconds
-            if head is not None:  # two lower bounds
+            if head is not None and self._ahead_since is not None:  # two lower bounds
                 rest, since = total - head.size_bytes, self._now() - self._ahead_since
                 self._out_speed = max(rest / seconds, total / since)
         if self._pool.why_pageable and self._memory_bytes:

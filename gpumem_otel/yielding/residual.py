@@ -19,7 +19,8 @@ def residual_of(plan: Plan, stats: Sequence[DeviceStats]) -> dict[str, int]:
     """Bytes by cause of the devices that were asked for, after their tensors were freed.
 
     `context` is what the process uses beside the allocator, by the driver's count; where that is
-    not known it is part of `unknown`, as is what the allocator holds for no known reason.
+    not known it is part of `unknown`, as is what the allocator holds for no known reason, and what
+    the driver needs for itself.
 
     Args:
         plan: what was done.
@@ -40,7 +41,9 @@ def residual_of(plan: Plan, stats: Sequence[DeviceStats]) -> dict[str, int]:
         used += device.device_used_bytes
         ours = device.process_used_bytes
         if ours is not None:
-            left["other_process"] += max(device.device_used_bytes - ours, 0)
+            others = device.others_used_bytes
+            rest = max(device.device_used_bytes - ours, 0)
+            left["other_process"] += rest if others is None else min(others, rest)
             left["context"] += max(ours - device.reserved_bytes, 0)
     left["unknown"] += max(used - sum(left.values()), 0)
     return {cause: size for cause, size in left.items() if size}

@@ -192,14 +192,33 @@ def test_an_error_of_the_thread_refuses_the_yield_and_leaves_the_job(begun):
     assert again(parts, tensors, movables_of(tensors))
 
 
-def test_no_more_than_its_share_is_asked_for_ahead(begun, monkeypatch):
-    monkeypatch.setattr(headstart, "_MOST_BYTES", PIECE * 3)
+def test_no_more_is_asked_for_ahead_than_the_last_look_left_time_for(begun, monkeypatch):
+    monkeypatch.setattr(headstart, "_FIRST_BYTES", PIECE)
     parts, tensors = begun
     parts.gate.set()
-    parts.offload.begin(movables_of(tensors))
-    assert again(parts, tensors, movables_of(tensors))
-    ahead = [size for thread, size in parts.log if thread == "gpumem-copy"]
-    assert sum(ahead) == PIECE * 3
+    now = [0.0]
+    parts.offload._now = lambda: now[0]
+    parts.offload._out_speed = PIECE * 2
+    for look_seconds in (0.0, 1.25, 1.25):  # of this yield: the next one goes by it
+        parts.log.clear()
+        parts.offload.begin(movables_of(tensors))
+        now[0] += look_seconds
+        assert again(parts, tensors, movables_of(tensors))
+        ahead = [size for thread, size in parts.log if thread == "gpumem-copy"]
+        expected = PIECE * 3 if now[0] > 2 else 0
+        assert sum(ahead) == expected
+
+
+@pytest.mark.parametrize(
+    ("devices", "look_seconds", "bytes_per_second", "expected"),
+    [
+        (1, 0.0, 0.0, 12 << 30),
+        (2, 0.1, 50e9, 24 << 30),
+        (1, 0.5, 50e9, 31_250_000_000),
+    ],
+)
+def test_how_much_that_is(devices, look_seconds, bytes_per_second, expected):
+    assert headstart.ahead_bytes(devices, look_seconds, bytes_per_second) == expected
 
 
 def test_large_storages_are_remembered_without_being_kept_alive():

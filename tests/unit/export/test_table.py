@@ -304,6 +304,14 @@ def test_outside_closes_the_device():
     assert only(obs.full(), "gpumem_outside_bytes", Level.STANDARD) == 1_000_000_000
     without = obs.full(devices=(replace(obs.stats(0), process_used_bytes=None),))
     assert by(without, "gpumem_outside_bytes", "cause") == {"unknown": 1_000_000_000}
+    alone = obs.full(devices=(replace(obs.stats(0), others_used_bytes=0),))
+    assert by(alone, "gpumem_outside_bytes", "cause") == {
+        "context": 600_000_000, "other_process": 0, "unknown": 400_000_000
+    }  # fmt: skip
+    shared = obs.full(devices=(replace(obs.stats(0), others_used_bytes=300_000_000),))
+    assert by(shared, "gpumem_outside_bytes", "cause") == {
+        "context": 600_000_000, "other_process": 300_000_000, "unknown": 100_000_000
+    }  # fmt: skip
     raced = obs.full(devices=(obs.stats(device_used_bytes=7_999_000_000),))
     assert only(raced, "gpumem_outside_bytes", Level.STANDARD) == 0
 
