@@ -77,6 +77,11 @@ def _text(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
     return next((value for name in names if (value := environ.get(name, "").strip())), "")
 
 
+def _run_id(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
+    found = (environ.get(name, "").strip() for name in names)
+    return next((value for value in found if value not in _NO_RUN_ID), "")
+
+
 def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
     try:
         number = int(_text(environ, names))
@@ -95,13 +100,14 @@ def identify(
 ) -> Identity:
     """Identity from the launcher's variables; without any it is rank 0 of 1."""
     launcher = next((one for one in _LAUNCHERS if _text(environ, one.rank)), _LAUNCHERS[0])
-    run_id = run_id or _text(environ, launcher.run_id)
+    run_id = run_id or _run_id(environ, launcher.run_id)
     rank = _number(environ, launcher.rank, 0)
     return Identity(
         service_name=service_name or DEFAULT_SERVICE_NAME,
         namespace=namespace,
         run_id="" if run_id in _NO_RUN_ID else run_id,
-        restart=_number(environ, launcher.restart, 0),
+        # torchrun counts from 0 again in a job that Slurm has queued once more
+        restart=sum(_number(environ, (name,), 0) for name in launcher.restart),
         rank=rank,
         local_rank=_number(environ, launcher.local_rank, 0),
         world_size=max(_number(environ, launcher.world_size, 1), rank + 1),

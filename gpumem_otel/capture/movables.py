@@ -22,9 +22,10 @@ from gpumem_otel.capture.objects import Kinds, instance_dict
 from gpumem_otel.capture.remembered import Remembered
 from gpumem_otel.capture.report import is_parameter
 from gpumem_otel.capture.saved import saved_tensors
-from gpumem_otel.capture.storages import address_of, storages_of
+from gpumem_otel.capture.storages import address_of, storage_again, storages_of
 from gpumem_otel.capture.tensors import TensorTable
 from gpumem_otel.core.classify import Classifier, TensorClass
+from gpumem_otel.core.ports import no_pause
 from gpumem_otel.core.rawform import DEFAULT_POOL, device_of, pool_of, whole
 from gpumem_otel.core.snapshot import from_torch
 from gpumem_otel.core.yields import Found, Movable, Stays
@@ -96,7 +97,7 @@ class MovableFinder:
         raw = self._source.recorder.snapshot(traces=False)
         roots = self._source.as_before_restores(raw)
         segments = from_torch(raw, source="torch").raw_segments()
-        known = TensorTable.alive(entries, lambda: None)
+        known = TensorTable.alive(entries, no_pause)
         sort = _Sort(
             torch=torch,
             blocks=_blocks_of(segments),
@@ -361,14 +362,10 @@ def _states_of(torch: Any, optimizer: Any) -> Iterator[Any]:
 
 def _of_table(torch: Any, table: TensorTable | None) -> Iterator[Any]:
     """Storages of the address table that live: also those that the collector does not track."""
-    again = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
-    if table is None or again is None:
-        return
-    for _, _, weak in table.snapshot().values():
-        if not weak.expired():
-            storage = again(weak.identity)
-            if storage is not None:
-                yield storage
+    for _, _, weak in table.snapshot().values() if table is not None else ():
+        storage = storage_again(torch, weak)
+        if storage is not None:
+            yield storage
 
 
 def _gradient_of(tensor: Any) -> Any:

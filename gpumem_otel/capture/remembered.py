@@ -11,7 +11,7 @@ import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from gpumem_otel.capture.storages import WeakStorage, address_of
+from gpumem_otel.capture.storages import WeakStorage, address_of, storage_again
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -40,12 +40,9 @@ class Remembered:
     def alive(self) -> list[Movable]:
         """Those that live and are as large as they were, where they are now; frames left out."""
         torch = sys.modules.get("torch")
-        again = getattr(getattr(torch, "UntypedStorage", None), "_new_with_weak_ptr", None)
-        if again is None:
-            return []
         found = []
         for weak, one in self._entries:
-            storage = None if weak.expired() else again(weak.identity)
+            storage = storage_again(torch, weak)
             if storage is None or storage.nbytes() != one.size_bytes:
                 continue
             address = address_of(storage)

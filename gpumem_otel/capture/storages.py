@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["WeakStorage", "address_of", "storages_of"]
+__all__ = ["WeakStorage", "address_of", "storage_again", "storages_of"]
 
 _MOST_PARTS = 256
 _SPARSE_PARTS = {
@@ -75,6 +75,12 @@ def _collect(torch: Any, tensor: Any, found: dict[int, Any]) -> None:
             todo += [part.q_per_channel_scales(), part.q_per_channel_zero_points()]
         storage = part.untyped_storage()
         found.setdefault(storage._cdata, storage)  # noqa: SLF001 - the identity of a storage
+
+
+def storage_again(torch: Any, weak: WeakStorage) -> Any | None:
+    """The storage of a weak reference; None where nobody holds it, or torch can not give it."""
+    again = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
+    return None if again is None or weak.expired() else again(weak.identity)
 
 
 class WeakStorage:

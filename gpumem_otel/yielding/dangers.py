@@ -27,7 +27,7 @@ def dangers_of(
         world_size: ranks of the job.
         lease_seconds: after which it goes on by itself; None for never.
 
-    `SLURM_JOB_END_TIME` is in seconds since 1970 (Slurm 22.05 and newer); the variables of NCCL
+    `SLURM_JOB_END_TIME` is in seconds since 1970 (Slurm newer than 22.05); the variables of NCCL
     and of elastic are those of torch's own documentation.
     """
     found = []

@@ -38,6 +38,17 @@ def fields(environ):
              "SLURM_NTASKS": "1", "SLURM_JOB_ID": "77"},
             (3, 3, 4, "77", 0),
         ),
+        # the same without a rendezvous id, in a job that was queued once more: torchrun counts anew
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none", "SLURM_JOB_ID": "77",
+             "TORCHELASTIC_RESTART_COUNT": "0", "SLURM_RESTART_COUNT": "2"},
+            (0, 0, 2, "77", 2),
+        ),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none", "PET_RDZV_ID": "x",
+             "TORCHELASTIC_RESTART_COUNT": "1", "SLURM_RESTART_COUNT": "2"},
+            (0, 0, 2, "x", 3),
+        ),
         (
             {"SLURM_PROCID": "2", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "9",
              "SLURM_RESTART_COUNT": "1"},

@@ -23,4 +23,4 @@ def test_torchrun_below_srun_knows_better():
     }  # fmt: skip
     who = identify({**task(batch(77, requeued=1), 1), **torchrun})
     assert (who.rank, who.local_rank, who.world_size) == (5, 1, 16)
-    assert (who.run_id, who.restart, who.node) == ("77-1", 0, "n2")
+    assert (who.run_id, who.restart, who.node) == ("77-1", 1, "n2")
