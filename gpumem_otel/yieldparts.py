@@ -98,11 +98,7 @@ def compose(
         return device_uuids(source.status().devices)
 
     def reserved() -> Mapping[str, int]:
-        return {
-            uuid: torch.cuda.memory_reserved(device)
-            for device, uuid in uuids().items()
-            if device_type == "cuda"
-        }
+        return {uuid: torch.cuda.memory_reserved(at) for at, uuid in uuids().items()}
 
     parts = YieldParts(
         finder=MovableFinder(source, environ, device_type=device_type),

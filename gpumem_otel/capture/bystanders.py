@@ -33,6 +33,8 @@ _TRIES: Final = 4
 _BACKWARD: Final = frozenset({"_engine_run_backward", "backward", "grad"})
 _BACKWARD_FILES: Final = ("torch/autograd/graph.py", "torch/autograd/__init__.py")
 _HARMLESS: Final = ("/gpumem_otel/", "/torch/_inductor/compile_worker/", "/site-packages/debugpy/")
+_OUR_COPIES: Final = "/gpumem_otel/yielding/headstart.py"
+"""A thread of ours that begins copies: it is in torch, with no graph and no gradient."""
 _KNOWS: Final = (ModuleType, FunctionType, type)
 
 
@@ -77,6 +79,8 @@ def work_of(innermost: FrameType) -> str:
         path = _path(frame)
         if frame.f_code.co_name in _BACKWARD and path.endswith(_BACKWARD_FILES):
             return "backward runs"
+        if path.endswith(_OUR_COPIES):
+            return ""
         knows_torch = knows_torch or "/torch/" in path or _knows_torch(frame.f_globals)
         frame = frame.f_back
     if not knows_torch or _is_waiting(innermost):

@@ -136,7 +136,7 @@ class Mover:
         """
         self._held = False
         for lane in self._lanes.values():
-            lane.mark()
+            lane.begin()
 
     def _ask_out(self, parts: Iterable[Part]) -> None:
         self._send = self._send_out
@@ -316,6 +316,7 @@ class _Tracked:
         self._ahead = 0
 
     def copy(self, to: Any, source: Any, size: int, *, held: bool = False) -> None:
+        """Held: the next mark is the caller's, and for this copy too."""
         self._lane.copy(to, source)
         self._since_mark += size
         self._copies += 1
@@ -326,12 +327,17 @@ class _Tracked:
         self._lane.zero(to)
 
     def mark(self) -> Mark:
+        mark = self.begin()
+        while self._ahead > _AHEAD_BYTES:
+            self._oldest()
+        return mark
+
+    def begin(self) -> Mark:
+        """As `mark`, however much is under way."""
         mark = self._lane.mark()
         self._under_way.append((mark, self._since_mark))
         self._ahead += self._since_mark
         self._since_mark = self._copies = 0
-        while self._ahead > _AHEAD_BYTES:
-            self._oldest()
         return mark
 
     def after(self, stream: int) -> None:
@@ -367,15 +373,15 @@ class _Batch:
         return home is self.home and start >= self.end and end - self.start <= most
 
     def fill(self, buffer: Any) -> Mark:
-        """Storages to the buffer."""
+        """Storages to the buffer; one mark of each lane is for all of them."""
         for lane, part, at, length in self.copies:
-            lane.copy(buffer[at : at + length], part, length)
+            lane.copy(buffer[at : at + length], part, length, held=True)
         return _Marks([lane.mark() for lane in {id(c[0]): c[0] for c in self.copies}.values()])
 
     def drain(self, buffer: Any) -> Mark:
         """The buffer to storages."""
         for lane, part, at, length in self.copies:
-            lane.copy(part, buffer[at : at + length], length)
+            lane.copy(part, buffer[at : at + length], length, held=True)
         return _Marks([lane.mark() for lane in {id(c[0]): c[0] for c in self.copies}.values()])
 
     def keep(self, address: int) -> None:

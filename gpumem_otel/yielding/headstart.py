@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
+from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.copies import Mover
 from gpumem_otel.yielding.placement import Item, parts_of, place_first
 
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
 
 __all__ = ["HeadStart", "ahead_bytes"]
 
+_log = named_logger("gpumem_otel.yielding")
+
 _FIRST_BYTES: Final = 12 << 30
 """On each device, where it is not known how long the look takes: 0.23 s."""
 _MARGIN: Final = 1.25
+_THREAD: Final = "thread"
+_OWNER: Final = "owner"
 
 
 def ahead_bytes(devices: int, look_seconds: float, bytes_per_second: float) -> int:
@@ -40,41 +45,62 @@ def ahead_bytes(devices: int, look_seconds: float, bytes_per_second: float) -> i
 
 
 class HeadStart:
-    """One of them; then `go_on` or `drop`.
+    """One of them: `start`, then `go_on` or `drop`; both may be called again.
+
+    Known to its owner before it starts: whatever raises afterwards, in whichever line, finds it.
 
     Args:
         movables: what will probably go.
         devices: of it.
         pool: whose line takes it, from its beginning; nothing is stored there.
-        most_bytes: of it.
+        most_bytes: of it, over all devices.
 
     Attributes:
         items: what is copied, and where to.
         size_bytes: of it.
+        used: devices of which no work is under way any more.
     """
 
     def __init__(
         self, movables: Sequence[Movable], devices: Devices, pool: HostPool, most_bytes: int
     ) -> None:
         self._devices = devices
-        self._used = sorted({one.device for one in movables})
         self._mover = Mover(devices, pool)
         self._error: BaseException | None = None
-        self.items = place_first(movables, min(pool.ready_bytes, most_bytes))
+        self._turn: dict[str, str] = {}
+        self._done = threading.Event()
+        self.used = sorted({one.device for one in movables})
+        self.items = place_first(movables, pool.ready_bytes, most_bytes // max(len(self.used), 1))
         self.size_bytes = sum(item.size for item in self.items)
-        self._thread = threading.Thread(target=self._begin, name="gpumem-copy", daemon=True)
-        with devices.at_rest(self._used):
-            for device in self._used:
+
+    def start(self) -> None:
+        """Ask for the copies; returns before they are done."""
+        devices = self._devices
+        with devices.at_rest(self.used):
+            for device in self.used:
                 devices.synchronize(device)
             self._mover.plan_out(parts_of(self.items, devices))
-        self._thread.start()
+        try:
+            threading.Thread(target=self._begin, name="gpumem-copy", daemon=True).start()
+        except RuntimeError:  # no thread can be started: the way out begins them
+            _log.debug("the copy is not begun ahead", exc_info=True)
 
     def _begin(self) -> None:
+        # one of the two begins them, and setdefault says who in one step
+        if self._turn.setdefault("who", _THREAD) != _THREAD:
+            return
         try:
-            with self._devices.at_rest(self._used):
+            with self._devices.at_rest(self.used):
                 self._mover.begin()
         except BaseException as error:  # raised to whoever goes on
             self._error = error
+        finally:
+            self._done.set()
+
+    def _wait(self) -> None:
+        """The thread is done with it, or will never begin."""
+        if self._turn.setdefault("who", _OWNER) == _THREAD:
+            self._done.wait()
 
     def takes(self, kept: Sequence[Movable]) -> bool:
         """Whether all of it is to be kept, and is where it was; it knows them as given from now."""
@@ -88,17 +114,31 @@ class HeadStart:
 
     def go_on(self) -> Mover:
         """The run of copies, of which these are the first."""
-        self._thread.join()
+        self._wait()
         if self._error is not None:
-            self._mover.drop()
             raise self._error
+        if self._turn["who"] == _OWNER:
+            self._mover.begin()
         return self._mover
 
     def drop(self) -> None:
-        """It was for nothing: returns when nothing is under way."""
-        with self._devices.at_rest(self._used):
-            self._thread.join()
+        """It was for nothing: returns, or raises an interrupt, when nothing is under way."""
+        errors: list[BaseException] = []
+        while not self._waited(errors):
+            pass
+        with self._devices.at_rest(self.used):
             self._mover.drop()
+        if errors:
+            raise errors[0]
+
+    def _waited(self, errors: list[BaseException]) -> bool:
+        """A device writes into memory that is given back next: no interrupt is a reason to go."""
+        try:
+            self._wait()
+        except BaseException as error:
+            errors.append(error)
+            return False
+        return True
 
 
 def _block(one: Movable) -> tuple[int, int, int]:

@@ -68,7 +68,6 @@ class Keeper:
 
     Attributes:
         ended: nothing is left to do.
-        lets_go: the driver is not needed for now, and the devices can be had without us.
     """
 
     def __init__(
@@ -82,7 +81,8 @@ class Keeper:
         monotonic: Callable[[], float] = time.monotonic,
         loaded: bool = True,
     ) -> None:
-        self.ended = self.lets_go = False
+        self.ended = False
+        self._can_rest = False
         self._unloaded = calls
         self._loaded = loaded
         self._make_room = room
@@ -112,6 +112,15 @@ class Keeper:
                 raise ImportError(str(error)) from error
             self._loaded = True
         return self._unloaded
+
+    @property
+    def rests(self) -> bool:
+        """The driver is not needed for now, and the devices stay ready without us."""
+        return self._can_rest and not (self.ended or self._due or self._asked)
+
+    def stay(self) -> None:
+        """Keep the driver loaded after all."""
+        self._can_rest = False
 
     def kept(self) -> dict[str, Any]:
         """What another one goes on with, see `resume`."""
@@ -145,7 +154,7 @@ class Keeper:
         self._set_lease(message["lease_seconds"])
         state = self._calls.state()
         self._answer(number, ok=True, state=state)
-        self.lets_go = state == "checkpointed" and self._room.persistent()
+        self._can_rest = state == "checkpointed" and self._room.persistent()
 
     def _do_checkpoint(self, number: int, message: dict[str, Any]) -> None:
         started = self._now()
@@ -168,10 +177,9 @@ class Keeper:
         self._answer(
             number, ok=True, state="checkpointed", seconds=self._now() - started, need=room.need
         )
-        self.lets_go = room.persistent()
+        self._can_rest = room.persistent()
 
     def _do_restore(self, number: int, message: dict[str, Any]) -> None:
-        self.lets_go = False
         self._asked = (number, self._now() + float(message["wait_seconds"]))
         self._pause, self._next_try = self._pauses[0], 0.0
 
@@ -204,7 +212,6 @@ class Keeper:
         self._lease_end = None if seconds is None else self._now() + float(seconds)
 
     def _bring_back_unasked(self, why: str) -> None:
-        self.lets_go = False
         if not self._due:
             self._pause, self._next_try = self._pauses[0], 0.0
         if self._due in ("", "lease"):
@@ -254,7 +261,7 @@ class Keeper:
 
     def _back(self, seconds: float) -> None:
         why, self._due, self._said = self._due, "", ""
-        self._lease_end = None
+        self._lease_end, self._can_rest = None, False
         if self._asked:
             number, self._asked = self._asked[0], None
             self._answer(number, ok=True, state="running", seconds=seconds)
@@ -264,6 +271,8 @@ class Keeper:
             self.ended = True
 
     def _state(self) -> str:
+        if not self._loaded:  # nobody else brings it back, and it is not worth to load the driver
+            return "checkpointed"
         try:
             return self._calls.state()
         except DriverError:
@@ -300,9 +309,9 @@ def _serve(keeper: Keeper, parent: int, commands: int, wake: int, anew: Callable
             for line in lines:
                 keeper.command(line.decode())
         keeper.turn()
-        if keeper.lets_go and not waiting:
-            keeper.lets_go = False
+        if keeper.rests and not waiting:
             anew()
+            keeper.stay()
 
 
 def _start_anew(settings: dict[str, Any], kept: dict[str, Any], out: int, wake: int) -> None:

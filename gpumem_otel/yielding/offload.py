@@ -148,11 +148,15 @@ class Offload:
             devices = len({one.device for one in movables})
             most = ahead_bytes(devices, self._look_seconds, self.bytes_per_second)
             self._head_start = HeadStart(movables, self._devices, self._pool, most)
+            self._head_start.start()
 
     def _drop_head_start(self) -> None:
-        head, self._head_start = self._head_start, None
+        head = self._head_start
         if head is not None:
-            head.drop()
+            try:
+                head.drop()
+            finally:  # nothing is under way, also where it was interrupted
+                self._head_start = None
 
     def admit(self, movables: Sequence[Movable], request: YieldRequest) -> tuple[int, int]:
         """Reserve room for what goes. Touches nothing of the job; `abandon` undoes it.
@@ -210,14 +214,13 @@ class Offload:
         kept = [item for item in self._items if item.place is not None]
         total = sum(item.size for item in kept)
         used = self._used()
-        head, self._head_start = self._head_start, None
+        head = self._head_start
         with self._devices.at_rest(used):
             with head.go_on() if head is not None else self._mover() as mover:
                 if used:
                     self._pool.grow_to(self._memory_bytes, used[0])
-                if head is None:
-                    for device in used:
-                        self._devices.synchronize(device)
+                for device in set(used).difference(head.used if head is not None else ()):
+                    self._devices.synchronize(device)
                 if self._verify:
                     self._sum_up(kept)
                 copying = self._now()
@@ -225,13 +228,15 @@ class Offload:
                 mover.tell(progress, stop, total)
                 with uncollected():
                     mover.out(parts_of(left, self._devices))
+            self._head_start = None
             seconds = self._now() - copying
         self._host.settle()
         if total >= _MEASURED_BYTES and seconds > 0 and not mover.waited:
-            self._out_speed = total / seconds
-            if head is not None and self._ahead_since is not None:  # two lower bounds
+            if head is None or self._ahead_since is None:
+                self._out_speed = total / seconds
+            else:  # of which only lower bounds are known: the look is in the one, its end in both
                 rest, since = total - head.size_bytes, self._now() - self._ahead_since
-                self._out_speed = max(rest / seconds, total / since)
+                self._out_speed = max(self._out_speed, rest / seconds, total / since)
         if self._pool.why_pageable and self._memory_bytes:
             pageable = self._pool.capacity_bytes - self._pool.pinned_bytes
             self.notes.append(
@@ -445,7 +450,7 @@ class Offload:
         Returns:
             Bytes; 0 while something is stored there.
         """
-        if self._items:
+        if self._items or self._head_start is not None:
             return 0
         freed = self._pool.give_back()
         self._host.keep(self._pool.capacity_bytes)
@@ -457,7 +462,7 @@ class Offload:
         Returns:
             False where something is stored there, which stays.
         """
-        if self._items:
+        if self._items or self._head_start is not None:
             return False
         self.give_back()
         self._host.close()

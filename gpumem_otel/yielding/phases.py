@@ -210,8 +210,7 @@ class Phases:
         why = parts.why_not_now()
         if why:
             raise YieldRefusedError(f"yield: {why}; try again")
-        with uncollected():
-            return self._settle(request, refusal)
+        return self._settle(request, refusal)
 
     def _settle(self, request: YieldRequest, refusal: str | None) -> Plan:
         """The job stands still: what goes, and that there is room for it."""
@@ -222,7 +221,9 @@ class Phases:
             self._admitted = True
             since = parts.clock.monotonic()
             parts.offload.begin(probable_part(parts.finder.probable(), request))
-        plan = make_plan(request, parts.finder.find(assume_private=request.assume_private), refusal)
+        with uncollected():
+            found = parts.finder.find(assume_private=request.assume_private)
+        plan = make_plan(request, found, refusal)
         expected = self.expected_seconds(plan)
         if expected is not None and expected > self.seconds_left():
             raise YieldRefusedError(

@@ -63,16 +63,26 @@ def memory_needed(movables: Iterable[Movable]) -> int:
     return sum(rounded(one.size_bytes, _ALIGNMENT) for one in movables)
 
 
-def place_first(movables: Sequence[Movable], room_bytes: int) -> list[Item]:
-    """Those that are copied first, as far as there is room for them in host memory."""
+def place_first(movables: Sequence[Movable], room_bytes: int, each_bytes: int) -> list[Item]:
+    """Those that are copied first.
+
+    Args:
+        movables: what is kept.
+        room_bytes: of host memory.
+        each_bytes: of each device at most.
+    """
     items: list[Item] = []
     at = 0
+    ahead: Counter[int] = Counter()
     for one in _in_turn(movables):
         size = rounded(one.size_bytes, _ALIGNMENT)
         if at + size > room_bytes:
             break
+        if ahead[one.device] + size > each_bytes:
+            continue
         items.append(Item(one, InMemory(at)))
         at += size
+        ahead[one.device] += size
     return items
 
 

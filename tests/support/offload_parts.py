@@ -45,9 +45,11 @@ class Watched(CpuDevices):
 class Parts:
     """All that an offload is made of."""
 
-    def __init__(self, folder, *, room=PLENTY, free=None, limit=None, keep=None, ring=8192):
+    def __init__(
+        self, folder, *, room=PLENTY, free=None, limit=None, keep=None, ring=8192, piece=PIECE
+    ):
         self.devices = Watched(free=free)
-        self.pool = HostPool(self.devices, piece_bytes=PIECE, threads=2, pinned_limit_bytes=limit)
+        self.pool = HostPool(self.devices, piece_bytes=piece, threads=2, pinned_limit_bytes=limit)
         self.host = HostLedger(f"{folder}/ledger", lambda: HostRoom(room, "the test"))
         self.gpus = DeviceLedger(f"{folder}/ledger")
         self.offload = Offload(

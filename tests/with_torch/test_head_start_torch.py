@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import sys
 import threading
 from dataclasses import replace
 
@@ -21,7 +23,8 @@ from support.offload_parts import (  # noqa: E402
 from gpumem_otel.capture.remembered import Remembered  # noqa: E402
 from gpumem_otel.core.yields import YieldRequest  # noqa: E402
 from gpumem_otel.errors import YieldRefusedError  # noqa: E402
-from gpumem_otel.yielding import headstart  # noqa: E402
+from gpumem_otel.yielding import headstart, placement  # noqa: E402
+from gpumem_otel.yielding import offload as offload_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -192,6 +195,174 @@ def test_an_error_of_the_thread_refuses_the_yield_and_leaves_the_job(begun):
     assert again(parts, tensors, movables_of(tensors))
 
 
+TRACED = ("/yielding/headstart.py", "/yielding/offload.py")
+
+
+def interrupted_at(number):
+    """A tracer that raises at the so manieth line of these files, and where it did."""
+    seen, where = itertools.count(1), []
+
+    def local(frame, event, argument):
+        if event == "line" and next(seen) == number:
+            where.append(f"{frame.f_code.co_name}, line {frame.f_lineno}")
+            raise KeyboardInterrupt
+        return local
+
+    def tracer(frame, event, argument):
+        return local if frame.f_code.co_filename.endswith(TRACED) else None
+
+    return tracer, where
+
+
+def test_an_interrupt_in_any_line_leaves_no_copy_under_way(make, monkeypatch):
+    """Else a device writes into memory that was given back, or a thread goes on beside the job."""
+    parts = make()
+    tensors = [tensor(size, seed) for seed, size in enumerate((PIECE * 3, PIECE + 5))]
+    before = [one.clone() for one in tensors]
+    gate, wait = threading.Event(), headstart.HeadStart._wait
+    give_back, found = parts.pool.give_back, []
+
+    def waited_for(head):
+        gate.set()
+        wait(head)
+
+    def given_back(keep_bytes=0):
+        if any(t.name == "gpumem-copy" for t in threading.enumerate()):
+            found.append("memory was given back under a copy")
+            gate.set()
+        return give_back(keep_bytes)
+
+    monkeypatch.setattr(headstart.HeadStart, "_wait", waited_for)
+    monkeypatch.setattr(parts.pool, "give_back", given_back)
+    lanes = parts.devices.lane
+    for number in itertools.count(1):
+        parts.devices.lane = lanes
+        parts.out(movables_of(tensors))
+        parts.back()
+        parts.devices.lane = lambda device: Lane([], gate)
+        gate.clear()
+        tracer, where = interrupted_at(number)
+        traced = sys.gettrace()
+        sys.settrace(tracer)
+        try:
+            parts.offload.begin(movables_of(tensors))
+            parts.offload.admit(movables_of(tensors), YieldRequest(release_host=True))
+            parts.offload.copy_out(parts.progress, never)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(traced)
+        parts.offload.abandon()
+        found += [f"{where}: a thread" for t in threading.enumerate() if t.name == "gpumem-copy"]
+        found += [f"{where}: no collector"] * (not gc.isenabled())
+        gate.set()
+        if not where:
+            break
+    assert found == []
+    assert number > 40
+    assert all(torch.equal(one, was) for one, was in zip(tensors, before, strict=True))
+
+
+def test_an_interrupt_while_it_is_dropped_waits_and_is_raised(begun, monkeypatch):
+    parts, tensors = begun
+    parts.offload.begin(movables_of(tensors))
+    head, calls = parts.offload._head_start, []
+    wait = head._done.wait
+
+    def interrupted():
+        calls.append(1)
+        if len(calls) < 3:
+            raise KeyboardInterrupt
+        parts.gate.set()
+        return wait()
+
+    monkeypatch.setattr(head._done, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        parts.offload.abandon()
+    assert (len(calls), copied(parts)) == (3, sum(one.numel() for one in tensors))
+    assert not parts.offload.copies_ahead
+    parts.offload.abandon()
+    assert again(parts, tensors, movables_of(tensors))
+
+
+def test_host_memory_stays_while_it_is_written_to(begun):
+    parts, tensors = begun
+    parts.offload.begin(movables_of(tensors))
+    held = parts.pool.capacity_bytes
+    assert parts.offload.give_back() == 0
+    assert not parts.offload.close()
+    assert parts.pool.capacity_bytes == held > 0
+    parts.gate.set()
+    parts.offload.abandon()
+    assert parts.offload.give_back() == held
+
+
+def test_where_no_thread_can_be_started_the_copy_begins_later(begun, monkeypatch):
+    parts, tensors = begun
+
+    def refuse_thread(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_thread)
+        parts.offload.begin(movables_of(tensors))
+    assert again(parts, tensors, movables_of(tensors))
+    assert {thread for thread, _ in parts.log} == {"MainThread"}
+    assert copied(parts) == 2 * sum(one.numel() for one in tensors)  # there and back
+
+
+def test_devices_of_which_nothing_was_known_are_waited_for_too(make):
+    """Their last step may still run, and its result is what goes."""
+    parts = make()
+    known, fresh = tensor(PIECE * 3), tensor(PIECE, 1)
+    parts.out([*movables_of([known]), *movables_of([tensor(PIECE * 2, 2)], device=1)])
+    parts.back()
+    pending = [lambda: fresh.fill_(77)]
+    waited = []
+
+    def synchronize(device):
+        waited.append(device)
+        if device == 1 and pending:
+            pending.pop()()
+
+    parts.devices.synchronize = synchronize
+    parts.offload.begin(movables_of([known]))
+    parts.offload.admit([*movables_of([known]), *movables_of([fresh], device=1)], YieldRequest())
+    parts.offload.copy_out(parts.progress, never)
+    assert waited == [0, 1]
+    parts.offload.free()
+    parts.back()
+    assert bool((fresh == 77).all())
+
+
+def test_a_look_makes_no_measured_speed_slower(begun, monkeypatch):
+    """A deadline would be refused for it, and a refused yield measures nothing."""
+    monkeypatch.setattr(offload_module, "_MEASURED_BYTES", PIECE)
+    parts, tensors = begun
+    parts.gate.set()
+    now = [0.0]
+
+    def monotonic():
+        now[0] += 0.001
+        return now[0]
+
+    parts.offload._now = monotonic
+    parts.offload._out_speed = 1e9
+    parts.offload.begin(movables_of(tensors))
+    now[0] += 50
+    assert again(parts, tensors, movables_of(tensors))
+    assert parts.offload.bytes_per_second == 1e9
+
+
+def test_no_device_gets_more_than_its_share_ahead():
+    large, tiny = tensor(PIECE * 3), tensor(PIECE)
+    goes = [*movables_of([large]), *movables_of([tiny], device=1)]
+    first = placement.place_first(goes, PIECE * 10, PIECE * 2)
+    assert [item.movable.device for item in first] == [1]
+    assert placement.place_first(goes, PIECE, PIECE * 5) == []
+    assert len(placement.place_first(goes, PIECE * 10, PIECE * 5)) == 2
+
+
 def test_no_more_is_asked_for_ahead_than_the_last_look_left_time_for(begun, monkeypatch):
     monkeypatch.setattr(headstart, "_FIRST_BYTES", PIECE)
     parts, tensors = begun
@@ -205,8 +376,7 @@ def test_no_more_is_asked_for_ahead_than_the_last_look_left_time_for(begun, monk
         now[0] += look_seconds
         assert again(parts, tensors, movables_of(tensors))
         ahead = [size for thread, size in parts.log if thread == "gpumem-copy"]
-        expected = PIECE * 3 if now[0] > 2 else 0
-        assert sum(ahead) == expected
+        assert sum(ahead) == (PIECE * 3 + 300 if now[0] > 2 else 300)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
+import sys
+import threading
+import types
 
 import pytest
 
@@ -15,6 +19,9 @@ from gpumem_otel.capture.saved import can_be_read  # noqa: E402
 from gpumem_otel.capture.storages import storages_of  # noqa: E402
 from gpumem_otel.capture.tensors import TensorTable  # noqa: E402
 from gpumem_otel.core.model import SourceStatus  # noqa: E402
+from gpumem_otel.yielding.devices import CpuDevices  # noqa: E402
+from gpumem_otel.yielding.headstart import HeadStart  # noqa: E402
+from gpumem_otel.yielding.hostmem import HostPool  # noqa: E402
 
 pytestmark = pytest.mark.torch
 nn = torch.nn
@@ -360,3 +367,64 @@ def test_a_class_by_the_stack_where_nothing_else_tells(source):
     frames = [{"name": "forward", "filename": "/x/torch/nn/functional.py", "line": 3}]
     source.holds(one, frames=frames)
     assert blocks(find(source)) == {address(one): "activation"}
+
+
+@contextlib.contextmanager
+def copies_begin():
+    """A thread of ours that begins copies waits in torch, where a thread of the job would work."""
+    waits, inner = threading.Lock(), {}
+    waits.acquire()
+    torch_file = torch.cuda.Event.synchronize.__code__.co_filename
+    exec(compile("def synchronize(wait):\n    wait()\n", torch_file, "exec"), inner)
+    mover = types.SimpleNamespace(begin=lambda: inner["synchronize"](waits.acquire))
+    head = HeadStart((), CpuDevices(torch), HostPool(CpuDevices(torch)), 0)
+    head._mover = mover
+    thread = threading.Thread(target=head._begin, name="gpumem-copy", daemon=True)
+    thread.start()
+    while not any(  # until it waits there
+        frame.f_code.co_filename == torch_file for frame in sys._current_frames().values()
+    ):
+        threading.Event().wait(0.001)
+    try:
+        yield
+    finally:
+        waits.release()
+        thread.join()
+
+
+def test_a_copy_that_runs_beside_the_look_hides_nothing_of_autograd(source):
+    hidden = torch.randn(100, requires_grad=True).exp()
+    where = address(hidden)
+    loss = hidden.sum()
+    del hidden
+    source.block(where, 400)
+    weight = torch.nn.Parameter(torch.randn(100))
+    (weight * 2).sum().backward()
+    gradient = address(weight.grad)
+    source.block(gradient, 400)
+    finder = MovableFinder(source, {}, device_type="cpu")
+    with copies_begin():
+        found = blocks(finder.find(assume_private=False))
+    assert found[gradient] == "gradient"
+    assert where in found
+    del loss
+
+
+def test_what_was_probable_is_of_no_authority(source):
+    """Held by C++ alone by now: what the head start holds on to does not make it go."""
+    big = torch.zeros(2 << 20, dtype=torch.uint8)
+    where = address(big)
+    source.block(where, 2 << 20)
+    finder = MovableFinder(source, {}, device_type="cpu")
+    assert where in blocks(finder.find(assume_private=False))
+    held = torch._C.ScriptDict({"a": big})
+    del big
+    gc.collect()
+    without = where in blocks(finder.find(assume_private=False))
+    big = held["a"]
+    finder.find(assume_private=False)
+    del big
+    gc.collect()
+    kept = finder.probable()
+    assert len(kept) == 1
+    assert (where in blocks(finder.find(assume_private=False))) == without

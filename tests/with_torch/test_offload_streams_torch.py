@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.offload_parts import PIECE, Noted, failing_resize, making, movable, tensor  # noqa: E402
+from support.offload_parts import (  # noqa: E402
+    PIECE,
+    Noted,
+    failing_resize,
+    making,
+    movable,
+    movables_of,
+    tensor,
+)
 
 from gpumem_otel.yielding import placement  # noqa: E402
 
@@ -69,3 +79,52 @@ def test_filling_waits_for_the_stream_that_had_the_block(make, limit):
     assert order[2:] == [("resize", 300), ("after", 0), ("resize", 100), ("after", 11)]
     assert log[log.index(("after", 0)) + 1] == ("zero", 300)
     assert log.index(("copy", 100)) > log.index(("after", 11))
+
+
+class _Late:
+    """A lane of which nothing is done before it is waited for, in any order across two marks."""
+
+    def __init__(self):
+        self.asked = []
+
+    def copy(self, to, source):
+        self.asked.append((to, source))
+
+    def zero(self, to):
+        to.zero_()
+
+    def after(self, stream):
+        pass
+
+    def mark(self):
+        asked, self.asked = self.asked, []
+        return _LateMark(asked)
+
+
+class _LateMark:
+    def __init__(self, asked):
+        self.asked, self.lock = asked, threading.Lock()
+
+    def wait(self):
+        with self.lock:
+            asked, self.asked = self.asked, []
+            for to, source in asked:
+                to.copy_(source)
+
+
+@pytest.mark.parametrize("to", ["pageable", "disk"])
+@pytest.mark.parametrize(
+    "sizes", [[64] * 1000, [60 << 20, *[256 << 10] * 100]], ids=["many", "beside pinned ones"]
+)
+def test_a_buffer_is_not_used_again_before_all_copies_of_it_are_done(make, tmp_path, to, sizes):
+    """Those that share one are on one mark, however many and whatever was asked for before."""
+    room = sizes[0] if to == "disk" else 1 << 40
+    limit = sizes[0] if len(sizes) < 200 else 0
+    parts = make(ring=16 << 20, room=room, limit=limit, piece=60 << 20)
+    parts.devices.lane = lambda device: _Late()
+    values = enumerate(sizes)
+    tensors = [torch.full((size,), number % 251, dtype=torch.uint8) for number, size in values]
+    was = [one.clone() for one in tensors]
+    parts.out(movables_of(tensors), disk_dir=str(tmp_path) if to == "disk" else "")
+    parts.back()
+    assert [i for i, one in enumerate(tensors) if not torch.equal(one, was[i])] == []

@@ -339,6 +339,16 @@ def test_what_others_take_meanwhile_does_not_hide_what_it_needs(make, device):
     assert device.names == [LOCK, CHECKPOINT], "a restore without room"
 
 
+def test_an_allocator_that_does_not_count_is_no_reason_to_refuse(make, device):
+    def reserved():
+        raise RuntimeError("CUDAPluggableAllocator does not yet support getDeviceStats")
+
+    driver = make(reserved=reserved)
+    assert driver.lock_and_checkpoint(5.0, None).size_bytes == 8 * GIB
+    driver.restore(5.0)
+    assert device.names == WHOLE
+
+
 def test_what_others_take_before_it_is_locked_is_not_its_own(make, device):
     device.set(knows_pids=False)
     device.plan(LOCK, [-4 * GIB])
