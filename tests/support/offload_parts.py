@@ -42,6 +42,22 @@ class Watched(CpuDevices):
         self.emptied += 1
 
 
+class Asked:
+    """A lane that keeps what it is asked for; its kinds say what a mark does."""
+
+    def __init__(self):
+        self.asked = []
+
+    def copy(self, to, source):
+        self.asked.append((to, source))
+
+    def zero(self, to):
+        to.zero_()
+
+    def after(self, stream):
+        pass
+
+
 class Parts:
     """All that an offload is made of."""
 

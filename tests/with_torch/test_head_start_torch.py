@@ -14,6 +14,7 @@ torch = pytest.importorskip("torch")
 
 from support.offload_parts import (  # noqa: E402
     PIECE,
+    Asked,
     making,
     movables_of,
     never,
@@ -35,20 +36,12 @@ def make(tmp_path):
         yield parts
 
 
-class Lane:
+class Lane(Asked):
     """Copies at a mark, on whichever thread; `gate` holds that up."""
 
     def __init__(self, log, gate):
-        self.log, self.gate, self.asked = log, gate, []
-
-    def copy(self, to, source):
-        self.asked.append((to, source))
-
-    def zero(self, to):
-        to.zero_()
-
-    def after(self, stream):
-        pass
+        super().__init__()
+        self.log, self.gate = log, gate
 
     def mark(self):
         asked, self.asked = self.asked, []

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 
 from support.offload_parts import (  # noqa: E402
     PIECE,
+    Asked,
     Noted,
     failing_resize,
     making,
@@ -81,20 +82,8 @@ def test_filling_waits_for_the_stream_that_had_the_block(make, limit):
     assert log.index(("copy", 100)) > log.index(("after", 11))
 
 
-class _Late:
-    """A lane of which nothing is done before it is waited for, in any order across two marks."""
-
-    def __init__(self):
-        self.asked = []
-
-    def copy(self, to, source):
-        self.asked.append((to, source))
-
-    def zero(self, to):
-        to.zero_()
-
-    def after(self, stream):
-        pass
+class _Late(Asked):
+    """Of which nothing is done before it is waited for, in any order across two marks."""
 
     def mark(self):
         asked, self.asked = self.asked, []
