@@ -560,6 +560,8 @@ def main() -> int:
         except OSError as error:
             line = f"{arguments.table}: {error.strerror}; --out writes such a file"
             raise SystemExit(line) from error
+        except ValueError as error:
+            raise SystemExit(f"{arguments.table}: no JSON; --out writes such a file") from error
         print(json.dumps(held.get("machine")), table(held), sep="\n\n")
         return 0
     if arguments.child:

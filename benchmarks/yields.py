@@ -225,6 +225,8 @@ def held_in(path: Path) -> dict[str, Any]:
         held: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:
         raise SystemExit(f"{path}: {error.strerror}; --out writes such a file") from error
+    except ValueError as error:
+        raise SystemExit(f"{path}: no JSON; --out writes such a file") from error
     return held
 
 

@@ -7,6 +7,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
+from gpumem_otel.errors import GpumemError
 from gpumem_otel.logs import named_logger
 
 if TYPE_CHECKING:
@@ -45,7 +46,9 @@ class Guard:
             self._counters.add("exporter_errors", stage=stage)
             if stage not in self.failures:
                 self.failures[stage] = str(error) or type(error).__name__
-                _log.warning("%s failed, the job goes on: %s", stage, error, exc_info=True)
+                # what we say ourselves names the reason and the way out
+                known = isinstance(error, GpumemError)
+                _log.warning("%s failed, the job goes on: %s", stage, error, exc_info=not known)
             return False
         return True
 

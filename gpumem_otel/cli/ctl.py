@@ -254,8 +254,16 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
         _refuse_several_jobs(clients)
     names_shown = {client.target.url: f"{kind} {i}" for i, client in enumerate(clients)}
     call = partial(ctl_jobs.command, kind=kind, body=body, wait=wait)
-    with bars(names_shown) as show:
-        outcomes = ctl_jobs.at_once(clients, call, show)
+    try:
+        with bars(names_shown) as show:
+            outcomes = ctl_jobs.at_once(clients, call, show)
+    except KeyboardInterrupt:
+        # there is no calling back what a job has begun
+        warn(
+            f"not waited for: a {kind} that has begun goes on. `gpumem-otel ctl state` shows it, "
+            "`gpumem-otel ctl restore` takes the memory again"
+        )
+        raise
     if as_json:
         print_json([_plain(outcome) for outcome in outcomes])
     else:

@@ -59,7 +59,9 @@ def job_sockets(run_dir: str | None, given: Mapping[str, str]) -> list[str]:
     if found:
         return found
     where = f"none has a socket in {' or '.join(looked)}; " if looked else ""
-    said = f"no job takes commands here: {where}GPUMEM_OTEL_CONTROL=1 makes one"
+    said = (
+        f"no job takes commands here: {where}GPUMEM_OTEL_CONTROL=1 makes one once a job uses CUDA"
+    )
     if others and not is_root:
         shown = ", ".join(f"{folder}{_who_may(folder)}" for folder in others)
         said += f"; folders of other users were not looked into: {shown}"

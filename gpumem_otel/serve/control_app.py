@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -376,7 +377,8 @@ class _Api:
     def _slow_down(self, who: Principal) -> None:
         wait = self._buckets.take(who.name)
         if wait:
-            raise _TurnedAwayError(429, "too many commands: wait as Retry-After says", wait)
+            again = f"again in {math.ceil(wait)} s"
+            raise _TurnedAwayError(429, f"too many commands of this sender: {again}", wait)
 
     def _turned_away(self, noted: dict[str, object], exc: _TurnedAwayError) -> Response:
         self._audit.refused(exc.status, {**noted, "outcome": "refused", "reason": str(exc)})

@@ -299,12 +299,12 @@ class Phases:
         if not plan.driver or checkpoint is None:
             yield
             return
-        errors: list[Exception] = []
+        errors: list[BaseException] = []
 
         def prepare() -> None:
             try:
                 checkpoint.prepare()
-            except Exception as error:
+            except BaseException as error:  # whatever it is: it is not ready
                 errors.append(error)
 
         thread = threading.Thread(target=prepare, name="gpumem-otel-keeper", daemon=True)

@@ -121,6 +121,12 @@ def make_plan(request: YieldRequest, found: Found, driver_refusal: str | None) -
             )
         notes.append(f"device {device}: {why}: the driver alone takes it")
         goes, kept = [], []
+    elif not driver and not goes and chooses(request):
+        why = f" ({'; '.join(notes)})" if notes else ""
+        raise YieldRefusedError(
+            f"yield: nothing of what was chosen is there{why}: the job would only stand still; a "
+            "dry run without a choice says what there is"
+        )
     elif auto and driver_refusal:
         notes.append(f"tensors alone, the context stays: {driver_refusal}")
     return Plan(

@@ -230,7 +230,7 @@ def test_nobody_there(ctl, run_dir):
     assert (code, out) == (1, "")
     assert err == (
         f"gpumem-otel: error: no job takes commands here: none has a socket in {run_dir}; "
-        "GPUMEM_OTEL_CONTROL=1 makes one\n"
+        "GPUMEM_OTEL_CONTROL=1 makes one once a job uses CUDA\n"
     )
     for verb in ("state", "yield", "restore"):
         code, out, _ = ctl(verb, "--json")
@@ -318,8 +318,8 @@ def test_others_are_told_whose_folders_there_are(several_users, ctl, monkeypatch
     assert code == 1
     assert err == (
         f"gpumem-otel: error: no job takes commands here: none has a socket in "
-        f"{several_users.parent}/mine; GPUMEM_OTEL_CONTROL=1 makes one; folders of other users "
-        f"were not looked into: {whose}\n"
+        f"{several_users.parent}/mine; GPUMEM_OTEL_CONTROL=1 makes one once a job uses CUDA; "
+        f"folders of other users were not looked into: {whose}\n"
     )
     code, _, err = ctl("state", "--run-dir", str(several_users))
     assert code == 1

@@ -365,6 +365,7 @@ def test_commands_of_one_sender_are_limited(tmp_path, tokens, audit):
         assert statuses[3] == 429
         limited = call(listener.socket_path, "POST", "/v1/restore")
         assert (limited.status, limited.headers["retry-after"]) == (429, "1000")
+        assert "again in 1000 s" in limited.detail
         assert call(listener.socket_path, "GET", "/v1/state").status == 200
         assert call(listener.address, "POST", "/v1/yield", bearer(TOKEN)).status == 200
     assert len(double.submitted) == 4

@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "yieldparts": {"capture", "config", "core", "export", "ranks", "yielding"},
     "answers": {"capture", "config", "core", "errors", "ranks", "serve"},
     "ooms": {"answers", "capture", "config", "core", "errors", "export", "logs", "serve"},
-    "undoing": {"core", "logs"},
+    "undoing": {"core", "errors", "logs"},
     "readparts": {"answers", "capture", "config", "core", "errors", "export", "undoing"},
     "serveparts": {
         "answers", "capture", "config", "core", "export", "ranks", "serve", "undoing",

@@ -13,6 +13,7 @@ from support import certs
 from gpumem_otel.cli import ctl, ctl_view
 from gpumem_otel.cli.ctl_client import Credentials, Reply, Target, credentials, parse_target
 from gpumem_otel.cli.ctl_jobs import Outcome, Progress
+from gpumem_otel.cli.main import main
 from gpumem_otel.core.yields import RestoreRequest, YieldReport, YieldRequest
 from gpumem_otel.errors import ConfigError
 from gpumem_otel.serve.control_values import as_json
@@ -211,3 +212,15 @@ def test_a_bar_has_gib_and_speed(monkeypatch):
     assert "yield 0 release" in text
     assert "1.0/2.0 GiB" in text
     assert "GiB/s" in text
+
+
+def test_who_stops_waiting_is_told_that_the_job_does_not(monkeypatch, tmp_path, capsys):
+    def interrupted(*_arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gpumem_otel.cli.ctl_jobs.at_once", interrupted)
+    assert main(["ctl", "yield", "--target", f"unix://{tmp_path}/socket"]) == 130
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "a yield that has begun goes on" in err
+    assert "gpumem-otel ctl restore" in err

@@ -46,8 +46,8 @@ def test_only_what_a_look_has_found_and_is_asked_for_is_begun(world):
     world.engine.restore()
     world.engine.yield_(replace(TENSORS, classes=("gradient",)))
     world.engine.restore()
-    world.engine.yield_(replace(TENSORS, devices=(1,)))
-    world.engine.restore()
+    with pytest.raises(YieldRefusedError, match="nothing of what was chosen is there"):
+        world.engine.yield_(replace(TENSORS, devices=(1,)))
     assert world.begun == [[], ["parameter", "gradient"], ["gradient"], []]
     assert world.nothing_lost
 

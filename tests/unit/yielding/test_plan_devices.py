@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from gpumem_otel.core.yields import Found, Movable, Stays, YieldRequest
+import pytest
+
+from gpumem_otel.core.yields import Found, Movable, Stays, YieldLevel, YieldRequest
+from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.yielding.plan import make_plan
 
 HERE = Movable(
@@ -22,3 +25,16 @@ def test_a_device_without_anything_of_this_process_is_named():
     assert plan.movables == (HERE,)
     assert plan.notes == ("device 99: nothing of this process is there",)
     assert make_plan(YieldRequest(), found, None).notes == ()
+
+
+@pytest.mark.parametrize(
+    "chosen", [{"devices": (99,)}, {"classes": ("kv_cache",)}, {"keep": ("parameter",)}]
+)
+def test_a_choice_that_nothing_fits_does_not_stop_the_job(chosen):
+    """A name that is wrong by a letter would have it stand still, and give nothing back."""
+    with pytest.raises(YieldRefusedError, match="nothing of what was chosen is there"):
+        make_plan(YieldRequest(**chosen), Found((HERE,)), None)
+
+
+def test_a_job_that_holds_nothing_may_be_asked_to_stand_aside():
+    assert make_plan(YieldRequest(level=YieldLevel.TENSORS), Found(()), None).movables == ()
