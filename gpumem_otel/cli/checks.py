@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import socket
 import subprocess
@@ -387,6 +388,11 @@ def _run_dir(config: Config) -> Check:
     try:
         count = sum(1 for _ in folder.iterdir())
     except FileNotFoundError:
+        above = next(one for one in folder.absolute().parents if one.exists())
+        # /proc says that it is writable, and takes no folder
+        if above.is_relative_to("/proc") or not os.access(above, os.W_OK | os.X_OK):
+            line = f"{folder} can not be made in {above}"
+            return Check("run folder", PROBLEM, line, "set GPUMEM_OTEL_RUN_DIR")
         return Check("run folder", OK, f"{folder} will be made by the first job that serves")
     except OSError as error:
         return Check(

@@ -178,7 +178,7 @@ class _Api:
         }
         try:
             self._may(who, role)
-            self._slow_down(who)
+            self._slow_down(who, role)
             key = _key_of(request)
             body = await _body_of(request)
             # beside the loop: a folder that it names may lie on a file system that hangs
@@ -374,8 +374,9 @@ class _Api:
         if not who.may(role):
             raise _TurnedAwayError(403, f"{who.name} does not have the role {role.value}")
 
-    def _slow_down(self, who: Principal) -> None:
-        wait = self._buckets.take(who.name)
+    def _slow_down(self, who: Principal, role: Role) -> None:
+        # each kind by itself: yields that were sent in vain do not keep a restore away
+        wait = self._buckets.take(f"{role.value} {who.name}")
         if wait:
             again = f"again in {math.ceil(wait)} s"
             raise _TurnedAwayError(429, f"too many commands of this sender: {again}", wait)

@@ -363,12 +363,14 @@ def test_commands_of_one_sender_are_limited(tmp_path, tokens, audit):
         statuses = [call(listener.socket_path, "POST", "/v1/yield").status for _ in range(4)]
         assert statuses[0] == 202
         assert statuses[3] == 429
-        limited = call(listener.socket_path, "POST", "/v1/restore")
+        limited = call(listener.socket_path, "POST", "/v1/yield")
         assert (limited.status, limited.headers["retry-after"]) == (429, "1000")
         assert "again in 1000 s" in limited.detail
+        restore = call(listener.socket_path, "POST", "/v1/restore")
+        assert restore.detail == "operation op-1 runs: wait for it"  # it was let in
         assert call(listener.socket_path, "GET", "/v1/state").status == 200
         assert call(listener.address, "POST", "/v1/yield", bearer(TOKEN)).status == 200
-    assert len(double.submitted) == 4
+    assert len(double.submitted) == 5
     assert sum("status=429" in line for line in audit()) == 2
 
 

@@ -259,3 +259,13 @@ def test_hints_name_packages_that_can_be_installed(no_torch, monkeypatch):
     advice = {check.name: check.advice for check in found}
     assert "pip install cuda-bindings nvidia-ml-py" in advice["cuda-bindings"]
     assert not [line for line in advice.values() if "install 'gpumem-otel" in line]
+
+
+def test_a_run_folder_that_can_not_be_made(tmp_path):
+    (check,) = named({"GPUMEM_OTEL_RUN_DIR": "/proc/nowhere/run"}, "run folder")
+    assert (check.status, check.detail) == (
+        checks.PROBLEM, "/proc/nowhere/run can not be made in /proc"
+    )  # fmt: skip
+    assert check.advice == "set GPUMEM_OTEL_RUN_DIR"
+    (check,) = named({"GPUMEM_OTEL_RUN_DIR": str(tmp_path / "a" / "b")}, "run folder")
+    assert check.status == checks.OK
