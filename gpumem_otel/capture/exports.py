@@ -113,11 +113,10 @@ class Exports:
     def _note(self, item: Any) -> None:
         storage_type = self._torch.UntypedStorage
         storages = [item] if isinstance(item, storage_type) else storages_of(item)
-        expired, free = storage_type._expired, storage_type._free_weak_ref  # noqa: SLF001
         with self._lock:
             self.calls += 1
             for storage in storages:
-                weak = WeakStorage(storage, expired, free)
+                weak = WeakStorage.of(storage)
                 self._out[weak.identity] = weak
             if not self.calls % _FORGET_EVERY:
                 self._out = {k: one for k, one in self._out.items() if not one.expired()}

@@ -103,11 +103,12 @@ class ProcessMemory:
             nvml.nvmlInit()
             self._nvml = nvml
         handle = self._nvml.nvmlDeviceGetHandleByUUID(uuid)
+        pid = os.getpid()
         own: int | None = None
         others: int | None = 0
         for process in self._nvml.nvmlDeviceGetComputeRunningProcesses(handle):
             used = process.usedGpuMemory
-            if process.pid == os.getpid():
+            if process.pid == pid:
                 own = None if used is None else int(used)
             elif used is None:
                 others = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.capture.storages import WeakStorage, address_of, storage_again
 
@@ -32,7 +32,7 @@ class Remembered:
     def keep(self, movables: Iterable[Movable]) -> None:
         """Forget the last ones for these."""
         self._entries = [
-            (_weakly(one.storage), replace(one, storage=None, frames=()))
+            (WeakStorage.of(one.storage), replace(one, storage=None, frames=()))
             for one in movables
             if one.size_bytes >= _LARGE_BYTES
         ]
@@ -49,8 +49,3 @@ class Remembered:
             if address:
                 found.append(replace(one, storage=storage, address=address))
         return found
-
-
-def _weakly(storage: Any) -> WeakStorage:
-    kind = type(storage)
-    return WeakStorage(storage, kind._expired, kind._free_weak_ref)  # noqa: SLF001 - as in the table

@@ -109,8 +109,7 @@ class Restored:
     def _note(self, movable: Movable) -> None:
         try:
             storage = movable.storage
-            kind = type(storage)
-            weak = WeakStorage(storage, kind._expired, kind._free_weak_ref)  # noqa: SLF001 - as in the table
+            weak = WeakStorage.of(storage)
             address = address_of(storage)
             if address:
                 self._entries[address] = Origin(

@@ -98,6 +98,12 @@ class WeakStorage:
 
     __slots__ = ("_expired", "_free", "identity")
 
+    @classmethod
+    def of(cls, storage: Any) -> WeakStorage:
+        """With what its own type says; who makes many takes that from the type once."""
+        kind = type(storage)
+        return cls(storage, kind._expired, kind._free_weak_ref)  # noqa: SLF001 - as torch.multiprocessing does
+
     def __init__(
         self, storage: Any, expired: Callable[[int], bool], free: Callable[[int], None]
     ) -> None:

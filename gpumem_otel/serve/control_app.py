@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -378,8 +377,8 @@ class _Api:
         # each kind by itself: yields that were sent in vain do not keep a restore away
         wait = self._buckets.take(f"{role.value} {who.name}")
         if wait:
-            again = f"again in {math.ceil(wait)} s"
-            raise _TurnedAwayError(429, f"too many commands of this sender: {again}", wait)
+            why = f"too many commands of this sender: again in {wait} s"
+            raise _TurnedAwayError(429, why, wait)
 
     def _turned_away(self, noted: dict[str, object], exc: _TurnedAwayError) -> Response:
         self._audit.refused(exc.status, {**noted, "outcome": "refused", "reason": str(exc)})

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gpumem_otel.yielding.devices import Devices, Lane, Mark
     from gpumem_otel.yielding.hostmem import HostPool, Piece
 
-__all__ = ["InMemory", "Mover", "OnDisk", "Part"]
+__all__ = ["InMemory", "Mover", "OnDisk", "Part", "never", "nobody"]
 
 _log = named_logger("gpumem_otel.yielding")
 
@@ -88,8 +88,8 @@ class Mover:
     ) -> None:
         self._devices = devices
         self._pool = pool
-        self._progress: Callable[[int, int], None] = _nobody
-        self._stop: Callable[[], bool] = _never
+        self._progress: Callable[[int, int], None] = nobody
+        self._stop: Callable[[], bool] = never
         self._total = 0
         self._done = 0
         self._lanes: dict[int, _Tracked] = {}
@@ -286,11 +286,12 @@ class Mover:
             lane.drain()
 
 
-def _nobody(done: int, total: int) -> None:
+def nobody(done: int, total: int) -> None:
     """Nobody watches."""
 
 
-def _never() -> bool:
+def never() -> bool:
+    """Nothing stops it."""
     return False
 
 

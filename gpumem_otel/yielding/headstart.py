@@ -12,13 +12,13 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.logs import named_logger
-from gpumem_otel.yielding.copies import Mover
 from gpumem_otel.yielding.placement import Item, parts_of, place_first
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gpumem_otel.core.yields import Movable
+    from gpumem_otel.yielding.copies import Mover
     from gpumem_otel.yielding.devices import Devices
     from gpumem_otel.yielding.hostmem import HostPool
 
@@ -53,6 +53,7 @@ class HeadStart:
         movables: what will probably go.
         devices: of it.
         pool: whose line takes it, from its beginning; nothing is stored there.
+        mover: a run of copies that has not begun.
         most_bytes: of it, over all devices.
 
     Attributes:
@@ -62,10 +63,15 @@ class HeadStart:
     """
 
     def __init__(
-        self, movables: Sequence[Movable], devices: Devices, pool: HostPool, most_bytes: int
+        self,
+        movables: Sequence[Movable],
+        devices: Devices,
+        pool: HostPool,
+        mover: Mover,
+        most_bytes: int,
     ) -> None:
         self._devices = devices
-        self._mover = Mover(devices, pool)
+        self._mover = mover
         self._error: BaseException | None = None
         self._turn: dict[str, str] = {}
         self._done = threading.Event()

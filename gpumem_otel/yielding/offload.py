@@ -19,7 +19,7 @@ from gpumem_otel.core.yields import Phase, PhaseTime
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.checksums import checksums
-from gpumem_otel.yielding.copies import Mover
+from gpumem_otel.yielding.copies import Mover, never, nobody
 from gpumem_otel.yielding.diskfile import DiskFile
 from gpumem_otel.yielding.garbage import uncollected
 from gpumem_otel.yielding.headstart import HeadStart, ahead_bytes
@@ -147,7 +147,7 @@ class Offload:
         if movables and self._pool.ready_bytes and not self._items and self._head_start is None:
             devices = len({one.device for one in movables})
             most = ahead_bytes(devices, self._look_seconds, self.bytes_per_second)
-            self._head_start = HeadStart(movables, self._devices, self._pool, most)
+            self._head_start = HeadStart(movables, self._devices, self._pool, self._mover(), most)
             self._head_start.start()
 
     def _drop_head_start(self) -> None:
@@ -215,19 +215,19 @@ class Offload:
         total = sum(item.size for item in kept)
         used = self._used()
         head = self._head_start
+        first, still = (head.items, head.used) if head is not None else ([], [])
         with self._devices.at_rest(used):
             with head.go_on() if head is not None else self._mover() as mover:
                 if used:
                     self._pool.grow_to(self._memory_bytes, used[0])
-                for device in set(used).difference(head.used if head is not None else ()):
+                for device in set(used).difference(still):
                     self._devices.synchronize(device)
                 if self._verify:
                     self._sum_up(kept)
                 copying = self._now()
-                left = kept[len(head.items) :] if head is not None else kept
                 mover.tell(progress, stop, total)
                 with uncollected():
-                    mover.out(parts_of(left, self._devices))
+                    mover.out(parts_of(kept[len(first) :], self._devices))
             self._head_start = None
             seconds = self._now() - copying
         self._host.settle()
@@ -273,7 +273,7 @@ class Offload:
     def _undo_free(self, error: Exception) -> None:
         away = [item for item in self._items if item.away]
         try:
-            self._refill.bring_back(away, 0, 0.0, _nothing, lambda: False)
+            self._refill.bring_back(away, 0, 0.0, nobody, never)
         except Exception as second:
             try:
                 self._refill.empty_again(away)
@@ -469,7 +469,3 @@ class Offload:
         if self._closing is not None:
             self._closing.join()
         return True
-
-
-def _nothing(done: int, total: int) -> None:
-    """Nobody watches."""

@@ -71,13 +71,7 @@ def check_request(request: YieldRequest) -> None:
 
 def probable_part(probable: Iterable[Movable], request: YieldRequest) -> list[Movable]:
     """Of what will probably be found, that which would be copied."""
-    return [
-        one
-        for one in probable
-        if (request.devices is None or one.device in request.devices)
-        and _is_chosen(one, request)
-        and one.tensor_class not in request.discard
-    ]
+    return [one for one in _goes(probable, request) if one.tensor_class not in request.discard]
 
 
 def make_plan(request: YieldRequest, found: Found, driver_refusal: str | None) -> Plan:
@@ -93,8 +87,7 @@ def make_plan(request: YieldRequest, found: Found, driver_refusal: str | None) -
         YieldRefusedError: what was asked for can not be had here.
     """
     devices = None if request.devices is None else set(request.devices)
-    here = [one for one in found.movables if devices is None or one.device in devices]
-    goes = [one for one in here if _is_chosen(one, request)]
+    goes = _goes(found.movables, request)
     chosen = {id(one) for one in goes}
     kept = [one for one in found.movables if id(one) not in chosen]
     refusals = {
@@ -145,6 +138,13 @@ def _level(driver: bool, *, alone: bool) -> YieldLevel:
     if not driver:
         return YieldLevel.TENSORS
     return YieldLevel.PROCESS if alone else YieldLevel.AUTO
+
+
+def _goes(movables: Iterable[Movable], request: YieldRequest) -> list[Movable]:
+    """Those that are asked for, kept on the host or not."""
+    devices = request.devices
+    here = (one for one in movables if devices is None or one.device in devices)
+    return [one for one in here if _is_chosen(one, request)]
 
 
 def _is_chosen(one: Movable, request: YieldRequest) -> bool:

@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 from support.offload_parts import (  # noqa: E402
     PIECE,
     Asked,
-    making,
     movables_of,
     never,
     tensor,
@@ -28,12 +27,6 @@ from gpumem_otel.yielding import headstart, placement  # noqa: E402
 from gpumem_otel.yielding import offload as offload_module  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def make(tmp_path):
-    with making(tmp_path) as parts:
-        yield parts
 
 
 class Lane(Asked):
@@ -402,3 +395,22 @@ def test_large_storages_are_remembered_without_being_kept_alive():
     del found, large
     gc.collect()
     assert remembered.alive() == []
+
+
+def test_what_is_not_pinned_goes_on_through_the_offloads_own_ring(make):
+    """A run that began ahead is one of its own, with its buffers."""
+    parts = make(limit=PIECE * 3)
+    first = tensor(PIECE * 3)
+    parts.out(movables_of([first]))
+    parts.back()
+    rings, ring_of = [], parts.offload._staging
+
+    def counted(devices, device):
+        rings.append(device)
+        return ring_of(devices, device)
+
+    parts.offload._staging = counted
+    tensors = [first, tensor(PIECE * 2, 1)]
+    parts.offload.begin(movables_of([first]))
+    assert again(parts, tensors, movables_of(tensors))
+    assert rings == [0, 0]  # there and back

@@ -377,8 +377,7 @@ def copies_begin():
     torch_file = torch.cuda.Event.synchronize.__code__.co_filename
     exec(compile("def synchronize(wait):\n    wait()\n", torch_file, "exec"), inner)
     mover = types.SimpleNamespace(begin=lambda: inner["synchronize"](waits.acquire))
-    head = HeadStart((), CpuDevices(torch), HostPool(CpuDevices(torch)), 0)
-    head._mover = mover
+    head = HeadStart((), CpuDevices(torch), HostPool(CpuDevices(torch)), mover, 0)
     thread = threading.Thread(target=head._begin, name="gpumem-copy", daemon=True)
     thread.start()
     while not any(  # until it waits there

@@ -6,18 +6,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.offload_parts import PIECE, SIZES, making, movables_of, tensor  # noqa: E402
+from support.offload_parts import PIECE, SIZES, movables_of, tensor  # noqa: E402
 
 from gpumem_otel.errors import YieldFailedError  # noqa: E402
 from gpumem_otel.yielding.checksums import checksums  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def make(tmp_path):
-    with making(tmp_path) as parts:
-        yield parts
 
 
 def test_a_changed_bit_is_found_and_named(make):

@@ -9,7 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.offload_parts import PIECE, SIZES, making, movables_of, moved, same, tensor  # noqa: E402
+from support.offload_parts import PIECE, SIZES, movables_of, moved, same, tensor  # noqa: E402
 
 from gpumem_otel.core.yields import YieldRequest  # noqa: E402
 from gpumem_otel.errors import YieldRefusedError  # noqa: E402
@@ -18,12 +18,6 @@ from gpumem_otel.yielding.diskfile import DiskFile  # noqa: E402
 from gpumem_otel.yielding.hostmem import Piece  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def make(tmp_path):
-    with making(tmp_path) as parts:
-        yield parts
 
 
 # host memory

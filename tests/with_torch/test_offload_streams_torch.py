@@ -13,7 +13,6 @@ from support.offload_parts import (  # noqa: E402
     Asked,
     Noted,
     failing_resize,
-    making,
     movable,
     movables_of,
     tensor,
@@ -22,12 +21,6 @@ from support.offload_parts import (  # noqa: E402
 from gpumem_otel.yielding import placement  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def make(tmp_path):
-    with making(tmp_path) as parts:
-        yield parts
 
 
 def test_each_block_is_allocated_on_its_stream_the_largest_first(make):

@@ -8,19 +8,13 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.offload_parts import SIZES, making, movables_of, tensor  # noqa: E402
+from support.offload_parts import SIZES, movables_of, tensor  # noqa: E402
 
 from gpumem_otel.capture.saved import can_be_read, saved_tensors  # noqa: E402
 from gpumem_otel.core.yields import Phase  # noqa: E402
 
 pytestmark = pytest.mark.torch
 nn = torch.nn
-
-
-@pytest.fixture
-def make(tmp_path):
-    with making(tmp_path) as parts:
-        yield parts
 
 
 # contents and aliases

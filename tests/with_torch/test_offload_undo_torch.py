@@ -15,7 +15,6 @@ from support.offload_parts import (  # noqa: E402
     Noted,
     emptied_by,
     failing_resize,
-    making,
     movables_of,
     moved,
     never,
@@ -29,12 +28,6 @@ from gpumem_otel.yielding.copies import Mover  # noqa: E402
 from gpumem_otel.yielding.staging import Staging  # noqa: E402
 
 pytestmark = pytest.mark.torch
-
-
-@pytest.fixture
-def make(tmp_path):
-    with making(tmp_path) as parts:
-        yield parts
 
 
 # undoing
