@@ -6,12 +6,7 @@ installed job are there and stop it, that the calls find their engine, and that 
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -24,8 +19,6 @@ pytestmark = [
         not torch.version.cuda or torch.cuda.is_available(), reason="a CUDA build without a GPU"
     ),
 ]
-
-TESTS = Path(__file__).parents[1]
 
 HEAD = """
 import json, os, sys, threading
@@ -51,24 +44,10 @@ def refused(call, **options):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(child):
     def start(script: str, **more: str) -> list[dict]:
-        environ = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "HOME": str(tmp_path),
-            "PYTHONPATH": str(TESTS),
-            "PYTHONFAULTHANDLER": "1",
-            "OMP_NUM_THREADS": "1",
-            "GPUMEM_OTEL_RUN_DIR": str(tmp_path / "run"),
-            "GPUMEM_OTEL_PORT": "0",
-            **more,
-        }
-        done = subprocess.run(
-            [sys.executable, "-W", "error::UserWarning", "-c", HEAD + textwrap.dedent(script)],
-            capture_output=True, text=True, timeout=280, env=environ,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
+        environ = {"PYTHONFAULTHANDLER": "1", "GPUMEM_OTEL_PORT": "0", **more}
+        return child(HEAD + textwrap.dedent(script), "-W", "error::UserWarning", **environ)
 
     return start
 

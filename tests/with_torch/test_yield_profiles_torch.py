@@ -7,12 +7,7 @@ a block is that of whoever called `resize_`.
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -25,8 +20,6 @@ pytestmark = [
         not torch.version.cuda or torch.cuda.is_available(), reason="a CUDA build without a GPU"
     ),
 ]
-
-TESTS = Path(__file__).parents[1]
 
 HEAD = """
 import json, os, sys, threading
@@ -133,23 +126,8 @@ assert is_as_before()
 
 
 @pytest.fixture
-def run(tmp_path):
-    def start(script: str) -> list[dict]:
-        environ = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "HOME": str(tmp_path),
-            "PYTHONPATH": str(TESTS),
-            "OMP_NUM_THREADS": "1",
-            "GPUMEM_OTEL_RUN_DIR": str(tmp_path / "run"),
-        }
-        done = subprocess.run(
-            [sys.executable, "-c", HEAD + textwrap.dedent(script)],
-            capture_output=True, text=True, timeout=280, env=environ,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-4000:]
-        return [json.loads(line) for line in done.stdout.splitlines()]
-
-    return start
+def run(child):
+    return lambda script: child(HEAD + textwrap.dedent(script))
 
 
 def test_the_same_stacks_and_classes_after_one_yield_and_after_two(run):
