@@ -36,7 +36,6 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--cycles", type=int, default=3)
     parser.add_argument("--piece-mib", type=int, default=256)
     parser.add_argument("--touch-threads", type=int)
-    parser.add_argument("--pin-threads", type=int, default=4)
     parser.add_argument("--verify", action="store_true")
     parser.add_argument("--pageable", action="store_true")
     parser.add_argument("--disk", default="", help="folder; all goes there")
@@ -103,7 +102,6 @@ def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             devices,
             piece_bytes=options.piece_mib << 20,
             threads=options.touch_threads,
-            pin_threads=options.pin_threads,
             pinned_limit_bytes=0 if options.pageable else None,
         )
         space = (lambda: HostRoom(0, "the benchmark")) if options.disk else read_room

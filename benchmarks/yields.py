@@ -3,7 +3,8 @@
     python benchmarks/yields.py --out benchmarks/results/yields-h200.json --seconds 560
 
 Jobs of 20 and 80 GiB: a transformer with its gradients and AdamW's state, trained for a few steps.
-In one process per size, in turn: the plain copy of pinned memory (the speed of the link); level
+In one process per size, in turn: the plain copy of pinned memory (the speed of the link), of
+2 GiB and over as much host memory as the job will take; level
 `tensors`, first yield and later ones; level `auto` (tensors, then the driver for what is left);
 level `process`; the driver's checkpoint by itself, without us; pytorch_memlab's Courtesy. In one
 more process: torch_memory_saver, which needs its library preloaded and the job built in its region.
@@ -51,9 +52,11 @@ BYTES_PER_LAYER = 16 * 12 * WIDTH * WIDTH
 LATER = 3
 FILLERS = 8
 LINK_BYTES = 2 * GIB
+SETTLE_SECONDS = 1.0
 COURTESY = "pytorch_memlab Courtesy"
 SAVER = "torch_memory_saver"
 DRIVER = "driver alone"
+WIDE = "link, as much host memory"
 
 PLAN = (
     # GiB, what is measured in one process
@@ -64,9 +67,9 @@ PLAN = (
     (80, ("courtesy",)),
 )
 SECONDS = {
-    20: {"start": 15, "link": 2, "tensors": 8, "auto": 10, "process": 20, "driver": 18,
+    20: {"start": 15, "link": 6, "tensors": 8, "auto": 10, "process": 20, "driver": 18,
          "courtesy": 25, "saver": 15},
-    80: {"start": 25, "link": 2, "tensors": 25, "auto": 25, "driver": 60, "courtesy": 70,
+    80: {"start": 25, "link": 15, "tensors": 25, "auto": 25, "driver": 60, "courtesy": 70,
          "saver": 45},
 }  # fmt: skip
 """Of each part on an H200, to say what fits into the time."""
@@ -253,6 +256,8 @@ def table(run: dict[str, Any]) -> str:
         way = "yield" if "yield" in row["what"] else "restore"
         share = f"{speed / link[way]:.0%}" if link.get(way) and row["tool"] != "link" else "-"
         left = f"{row['left_mib']} MiB" if row.get("left_mib") is not None else "-"
+        if row.get("left_later_mib") is not None:
+            left += f", {row['left_later_mib']} after {SETTLE_SECONDS:.0f} s"
         host = f"{row['host_gib']:.1f} GiB" if row.get("host_gib") is not None else "-"
         same = {True: "yes", False: "**no**", None: "-"}[row.get("equal")]
         phases = ", ".join(f"{name} {took:.2f}" for name, took in row.get("phases", {}).items())
@@ -351,7 +356,11 @@ class Rows:
         began = time.perf_counter()
         report = give()
         seconds = time.perf_counter() - began
-        self.add(tool, what, seconds=seconds, left_mib=used_mib(), **told(report))
+        left = {"left_mib": used_mib()}
+        if left["left_mib"] and tool.startswith("level") and tool != "level tensors":
+            time.sleep(SETTLE_SECONDS)  # until the process beside us has let go of the driver
+            left["left_later_mib"] = used_mib()
+        self.add(tool, what, seconds=seconds, **left, **told(report))
         began = time.perf_counter()
         report = take()
         seconds = time.perf_counter() - began
@@ -413,11 +422,37 @@ def measure_link(rows: Rows) -> None:
             torch_.cuda.synchronize()
             took.append(time.perf_counter() - began)
         rows.add("link", what, seconds=sorted(took[1:])[2], size_bytes=LINK_BYTES)
+    measure_wide_link(rows, device)
     del host, device
     torch_.cuda.empty_cache()
     empty = getattr(torch_._C, "_host_emptyCache", None)  # noqa: SLF001 - no public way
     if empty is not None:
         empty()
+
+
+def measure_wide_link(rows: Rows, device: torch.Tensor) -> None:
+    """The same copies over as much pinned host memory as the job moves, once each way."""
+    from gpumem_otel.yielding.devices import CudaDevices
+    from gpumem_otel.yielding.hostmem import HostPool
+
+    synchronize = rows.job.torch.cuda.synchronize
+    pool = HostPool(CudaDevices(rows.job.torch))
+    pool.grow_to(rows.job.size_bytes, 0)
+    pieces = []
+    while sum(piece.size_bytes for piece in pieces) < pool.capacity_bytes:
+        pieces.append(pool.piece_at(sum(piece.size_bytes for piece in pieces)))
+        pool.wait_for(pieces[-1])
+    for what in ("yield", "restore"):
+        synchronize()
+        began = time.perf_counter()
+        for number, piece in enumerate(pieces):
+            there = device[(number % 4) * piece.size_bytes :][: piece.size_bytes]
+            to, source = (piece.bytes, there) if what == "yield" else (there, piece.bytes)
+            to.copy_(source, non_blocking=True)
+        synchronize()
+        rows.add(WIDE, what, seconds=time.perf_counter() - began, size_bytes=pool.capacity_bytes)
+    del pieces, piece, to, source
+    pool.give_back()
 
 
 def measure_levels(rows: Rows, parts: tuple[str, ...]) -> None:

@@ -146,7 +146,7 @@ class Mover:
                 for start, size, piece, at in self._spans(part, part.place):
                     self._check()
                     self.waited = self.waited or not piece.ready.is_set()
-                    piece.wait()
+                    self._pool.wait_for(piece)
                     source = part.bytes[start : start + size]
                     if piece.pinned:
                         lane.copy(piece.bytes[at : at + size], source, size, held=self._held)

@@ -1,11 +1,12 @@
 """Host memory for what leaves the device: huge pages, pinned piece by piece, kept between yields.
 
-Pinning through torch costs 2.3 GiB/s. Here memory is an anonymous map that asks for huge pages: a
-few threads touch all of it, then fewer register it with the driver, piece by piece, and a copy
-begins as soon as its piece is registered. Both at once is slower by half (the locks of the address
-space), in each thread one after the other likewise: 17 against 9 GiB/s for a first yield of 20 GiB.
-What is pinned stays so between yields, up to a limit, until it is given back. Where the driver
-refuses to pin, a piece stays pageable and the pool says so.
+Pinning through torch costs 2.3 GiB/s. Here memory is an anonymous map that asks for huge pages:
+threads touch it, piece by piece, and whoever copies has each piece registered with the driver just
+before its copies, so that the one piece is registered while the link is busy with the one before.
+Registering runs no faster on several threads, and who registers ahead of the copies keeps them from
+the driver's lock: all of it was registered before the first byte moved. What is pinned stays so
+between yields, up to a limit, until it is given back. Where the driver refuses to pin, a piece
+stays pageable and the pool says so.
 
 Pieces are kept out of forked children (`MADV_DONTFORK`): a child would copy every page of it. There
 other memory may lie where they were, so that a child unmaps nothing: the maps are made with mmap(2)
@@ -139,8 +140,12 @@ class Piece:
         self._mapped = _map(self._mapped_bytes)
         self.address = -(-self._mapped // _HUGE_PAGE) * _HUGE_PAGE
         self.bytes: Any = registrar.host_bytes(self.address, size_bytes)
+        self.touched = threading.Event()
+        """The kernel has backed it with memory; or it never will."""
         self.ready = threading.Event()
         """Touched, and pinned where that was to be; or it never will be."""
+        self.asked = False
+        """Somebody wants it ready."""
 
     def pin(self, device: int) -> str:
         """Register it with the driver; "" where that is done, else why not."""
@@ -152,13 +157,18 @@ class Piece:
         self.pinned = not why
         return why
 
-    def wait(self) -> None:
-        """Until it is ready.
+    def end(self, error: BaseException | None = None) -> None:
+        """It is ready, or it never will be."""
+        self.error = self.error or error
+        self.touched.set()
+        self.ready.set()
+
+    def check(self) -> None:
+        """Raise what went wrong.
 
         Raises:
             YieldRefusedError: it can not be had.
         """
-        self.ready.wait()
         if self.error is not None:
             raise YieldRefusedError(
                 f"host memory: {self.size_bytes >> 20} MiB could not be had "
@@ -185,8 +195,8 @@ class HostPool:
     Args:
         registrar: pins memory.
         piece_bytes: largest size of a piece.
-        threads: that touch; None for one per CPU of this process, at most 16.
-        pin_threads: that register.
+        threads: that touch; None for three of four CPUs of this process, at most 16 of them: the
+            others are for those that register and copy.
         pinned_limit_bytes: pin at most so much; None for as much as the driver lets.
     """
 
@@ -196,21 +206,19 @@ class HostPool:
         *,
         piece_bytes: int = _DEFAULT_PIECE,
         threads: int | None = None,
-        pin_threads: int = 4,
         pinned_limit_bytes: int | None = None,
     ) -> None:
         self._registrar = registrar
         self._piece_bytes = max(rounded(piece_bytes, _PAGE), _PAGE)
         self._limit = pinned_limit_bytes
         self._device = 0
-        self._touchers = Workers(threads or threads_of_process(), "gpumem-touch", self._first)
-        self._pinners = Workers(pin_threads, "gpumem-pin", self._first)
+        most = threads or max(threads_of_process() * 3 // 4, 1)
+        self._touchers = Workers(most, "gpumem-touch", self._first)
+        # not the thread that copies, which an interrupt could end between a call and its note, and
+        # which would find what the driver refused to pin as the error of its next kernel
+        self._pinner = Workers(1, "gpumem-pin", self._first)
         self._pieces: list[Piece] = []
         self._starts: list[int] = []
-        self._lock = threading.Lock()
-        self._asked_bytes = 0
-        self._untouched = 0
-        self._touched: list[Piece] = []
         self.why_pageable = ""
         tell_in_child(self)
         weakref.finalize(self, _give_back_left, registrar, self._pieces).atexit = False
@@ -240,7 +248,7 @@ class HostPool:
         return max(rounded(size_bytes, _PAGE) - self.capacity_bytes, 0)
 
     def grow_to(self, size_bytes: int, device: int) -> None:
-        """Begin to make the line so long; returns at once.
+        """Begin to make the line so long; returns at once. `wait_for` has it pinned.
 
         Args:
             size_bytes: of the whole line.
@@ -266,7 +274,6 @@ class HostPool:
             )
         self._pieces += fresh
         self._starts += [piece.start for piece in fresh]
-        self._untouched = len(fresh)
         for piece in fresh:
             self._touchers.do(lambda piece=piece: self._touch(piece))  # type: ignore[misc]
 
@@ -274,20 +281,36 @@ class HostPool:
         """The piece that holds a byte of the line."""
         return self._pieces[bisect.bisect_right(self._starts, offset) - 1]
 
+    def wait_for(self, piece: Piece) -> None:
+        """Until it is ready; the first who waits has it pinned.
+
+        Raises:
+            YieldRefusedError: it can not be had.
+        """
+        if not piece.asked:
+            piece.asked = True
+            try:
+                self._pinner.do(lambda: self._pin(piece))
+            except RuntimeError as error:  # no thread can be started
+                piece.end(error)
+        piece.ready.wait()
+        piece.check()
+
     def settle(self) -> None:
         """Wait for what is done in the background: no thread of ours is at work afterwards."""
         self._touchers.finish()
-        self._pinners.finish()
+        self._pinner.finish()
 
     def stop(self) -> None:
         """Prepare nothing more; what is not ready is dropped. Waits for the pieces under way."""
         self._touchers.finish(drop=True)
-        self._pinners.finish(drop=True)
-        self._touched = []
+        for piece in self._pieces:
+            if not piece.touched.is_set():  # before: who pins waits for it
+                piece.end(InterruptedError("given up"))
+        self._pinner.finish(drop=True)
         for piece in self._pieces:
             if not piece.ready.is_set():
-                piece.error = piece.error or InterruptedError("given up")
-                piece.ready.set()
+                piece.end(InterruptedError("given up"))
         # a line without holes: nothing behind the first that failed
         keep = next((i for i, piece in enumerate(self._pieces) if piece.error), len(self._pieces))
         self._cut(keep)
@@ -308,9 +331,8 @@ class HostPool:
         # where no thread can be started the interpreter ends, and the process takes all of it along
         with contextlib.suppress(RuntimeError):
             for piece in gone:
-                self._pinners.do(lambda piece=piece: _close(piece))  # type: ignore[misc]
-        self._pinners.finish()
-        self._asked_bytes = self.pinned_bytes
+                self._touchers.do(lambda piece=piece: _close(piece))  # type: ignore[misc]
+        self._touchers.finish()
         if not self._pieces:
             self.why_pageable = ""
         return sum(piece.size_bytes for piece in gone)
@@ -319,10 +341,7 @@ class HostPool:
         """In a forked child: what there is belongs to the parent, and so do the threads."""
         self._pieces.clear()
         self._starts.clear()
-        self._lock = threading.Lock()
-        self._touchers, self._pinners = self._touchers.anew(), self._pinners.anew()
-        self._asked_bytes = self._untouched = 0
-        self._touched = []
+        self._touchers, self._pinner = self._touchers.anew(), self._pinner.anew()
         self.why_pageable = ""
 
     # on the threads
@@ -330,44 +349,29 @@ class HostPool:
     def _first(self) -> None:
         self._registrar.use(self._device)
 
-    def _touch(self, piece: Piece) -> None:
+    @staticmethod
+    def _touch(piece: Piece) -> None:
         try:
             _populate(piece.address, piece.size_bytes)
         except BaseException as error:  # told to whoever waits for it
-            piece.error = error
-            piece.ready.set()
-        with self._lock:
-            self._untouched -= 1
-            if piece.error is None:
-                self._touched.append(piece)
-            if self._untouched:
-                return
-            touched, self._touched = self._touched, []
-        touched.sort(key=lambda piece: piece.start)
-        try:
-            for one in touched:
-                self._pinners.do(lambda one=one: self._pin(one))  # type: ignore[misc]
-        except RuntimeError as error:  # no thread can be started: somebody waits for them
-            for one in touched:
-                one.error = error
-                one.ready.set()
+            piece.end(error)
+        piece.touched.set()
 
     def _pin(self, piece: Piece) -> None:
-        with self._lock:
-            within = self._limit is None or self._asked_bytes + piece.size_bytes <= self._limit
-            if not within:
-                self.why_pageable = self.why_pageable or "the limit for pinned memory is met"
-            pin = not self.why_pageable
-            if pin:
-                self._asked_bytes += piece.size_bytes
-        why = piece.pin(self._device) if pin else ""
+        piece.touched.wait()
+        if piece.error is None:
+            self._pin_within_limit(piece)
+        piece.end()
+
+    def _pin_within_limit(self, piece: Piece) -> None:
+        if self._limit is not None and self.pinned_bytes + piece.size_bytes > self._limit:
+            self.why_pageable = self.why_pageable or "the limit for pinned memory is met"
+        if self.why_pageable:
+            return
+        why = piece.pin(self._device)
         if why:
-            with self._lock:
-                self._asked_bytes -= piece.size_bytes
-                first, self.why_pageable = not self.why_pageable, self.why_pageable or why
-            if first:
-                _log.warning("host memory stays pageable from here on, and slower: %s", why)
-        piece.ready.set()
+            self.why_pageable = why
+            _log.warning("host memory stays pageable from here on, and slower: %s", why)
 
 
 def _give_back_left(registrar: Registrar, pieces: list[Piece]) -> None:

@@ -131,7 +131,7 @@ class Staging:
             self._next()
         self._raise()
         buffer = self._free.pop()
-        buffer.wait()
+        self._pool.wait_for(buffer)
         return buffer
 
     def _next(self) -> None:

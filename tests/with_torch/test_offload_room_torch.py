@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from gpumem_otel.core.yields import YieldRequest  # noqa: E402
 from gpumem_otel.errors import YieldRefusedError  # noqa: E402
 from gpumem_otel.yielding import offload as offload_module  # noqa: E402
 from gpumem_otel.yielding.diskfile import DiskFile  # noqa: E402
-from gpumem_otel.yielding.hostmem import Piece  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -153,15 +151,7 @@ def test_memory_that_this_process_has_in_its_cache_is_room(make):
 
 def test_only_large_copies_out_to_memory_that_was_ready_tell_the_speed(make, monkeypatch):
     monkeypatch.setattr(offload_module, "_MEASURED_BYTES", PIECE)
-    wait, asked_for = Piece.wait, threading.Event()
-
-    def waiting(piece):
-        asked_for.set()
-        wait(piece)
-
-    monkeypatch.setattr(Piece, "wait", waiting)
     parts = make()
-    parts.devices._pin = lambda address, size: "" if asked_for.wait(20) else "nobody asked"
     seconds, ticks = [1.0], [0.0]
 
     def monotonic():

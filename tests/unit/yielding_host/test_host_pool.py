@@ -29,12 +29,14 @@ class Driver:
         self.refuse_from = None
         self.asked = 0
         self.gate = None
+        self.entered = threading.Event()
         self.lock = threading.Lock()
 
     def use(self, device):
         self.used.add(device)
 
     def register(self, address, size_bytes, device):
+        self.entered.set()
         if self.gate is not None:
             self.gate.wait(20)
         with self.lock:
@@ -75,7 +77,7 @@ def pieces(pool):
     found, at = [], 0
     while at < pool.capacity_bytes:
         piece = pool.piece_at(at)
-        piece.wait()
+        pool.wait_for(piece)
         found.append(piece)
         at += piece.size_bytes
     return found
@@ -164,33 +166,86 @@ def test_a_limit_for_pinned_memory_holds(make, driver):
     assert "limit" in pool.why_pageable
 
 
-def test_a_copy_can_begin_before_the_last_piece_is_ready(make, driver):
-    first_is_ready = threading.Event()
-    register = driver.register
-
-    def slow(address, size_bytes, device):
-        if driver.asked >= 1:
-            first_is_ready.wait(20)
-        return register(address, size_bytes, device)
-
-    driver.register = slow
-    pool = make(pin_threads=1)
+def test_each_piece_is_pinned_for_the_first_who_waits_for_it(make, driver):
+    """Before its copies, and after those of the piece before: both want the driver."""
+    pool = make()
     pool.grow_to(3 * MIB, 0)
-    pool.piece_at(0).wait()
-    assert not pool.piece_at(2 * MIB).ready.is_set()
-    first_is_ready.set()
+    for number in range(3):
+        piece = pool.piece_at(number * MIB)
+        assert not piece.ready.is_set()
+        pool.wait_for(piece)
+        pool.wait_for(piece)
+        assert list(driver.pinned)[number:] == [piece.address]
+    assert driver.asked == 3
+
+
+def test_pieces_are_touched_before_anybody_waits(make, driver):
+    pool = make()
+    pool.grow_to(8 * MIB, 0)
+    assert all(pool.piece_at(at).touched.wait(20) for at in range(0, 8 * MIB, MIB))
+    assert driver.asked == 0
+    assert pool.pinned_bytes == pool.ready_bytes == 0
+
+
+def test_what_nobody_waited_for_is_pinned_when_somebody_does(make):
+    pool = make()
+    pool.grow_to(2 * MIB, 0)
+    pool.wait_for(pool.piece_at(0))
+    pool.settle()
+    assert pool.ready_bytes == MIB
     pieces(pool)
+    assert pool.ready_bytes == 2 * MIB
 
 
 def test_stopping_drops_what_is_not_ready_and_keeps_no_thread(make, driver):
-    driver.gate = threading.Event()
     pool = make()
     pool.grow_to(20 * MIB, 0)
+    pool.wait_for(pool.piece_at(0))
+    driver.gate = threading.Event()
+    driver.entered.clear()
+    waits = threading.Thread(target=pool.wait_for, args=(pool.piece_at(MIB),))
+    waits.start()
+    assert driver.entered.wait(20)
     threading.Timer(0.05, driver.gate.set).start()
     pool.stop()
-    assert pool.capacity_bytes == pool.pinned_bytes <= 8 * MIB
-    assert len(driver.pinned) == pool.capacity_bytes // MIB
+    waits.join(20)
+    assert pool.capacity_bytes == pool.pinned_bytes == 2 * MIB
+    assert len(driver.pinned) == 2
     assert not [t for t in threading.enumerate() if t.name.startswith("gpumem")]
+
+
+def test_who_waits_for_a_piece_that_is_dropped_is_told(make, monkeypatch):
+    """Its pinning waits for a touch that will never be."""
+    gate, began = threading.Event(), threading.Event()
+
+    def touch(address, size_bytes):
+        began.set()
+        gate.wait(20)
+
+    monkeypatch.setattr("gpumem_otel.yielding.hostmem._populate", touch)
+    pool = make(piece_bytes=MIB)
+    pool.grow_to(20 * MIB, 0)
+    told = []
+
+    def wait():
+        try:
+            pool.wait_for(pool.piece_at(19 * MIB))
+        except YieldRefusedError as error:
+            told.append(str(error))
+
+    assert began.wait(20)
+    last = pool.piece_at(19 * MIB)
+    waits = threading.Thread(target=wait)
+    waits.start()
+    threading.Timer(0.05, gate.set).start()
+    pool.stop()
+    waits.join(20)
+    assert not waits.is_alive()
+    assert last.ready.is_set()
+    assert told == [
+        "host memory: 1 MiB could not be had (InterruptedError: given up); nothing was moved"
+    ]
+    assert pool.capacity_bytes == 0
 
 
 def test_memory_that_is_not_there_is_refused_and_dropped(make, monkeypatch):
@@ -201,7 +256,7 @@ def test_memory_that_is_not_there_is_refused_and_dropped(make, monkeypatch):
     pool = make()
     pool.grow_to(2 * MIB, 0)
     with pytest.raises(YieldRefusedError, match="host memory"):
-        pool.piece_at(0).wait()
+        pool.wait_for(pool.piece_at(0))
     pool.stop()
     assert pool.capacity_bytes == 0
 
@@ -296,6 +351,7 @@ class Driver:
     host_bytes = staticmethod(lambda address, size_bytes: None)
 pool = HostPool(Driver, piece_bytes=1 << 20)
 pool.grow_to(1 << 20, 0)
+pool.wait_for(pool.piece_at(0))
 pool.settle()
 cycle = [pool]
 cycle.append(cycle)
