@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from gpumem_otel.capture.moments import not_between_steps
 from gpumem_otel.config import process_environ
 from gpumem_otel.core.yieldcheck import restore_fault, seconds_fault, yield_fault
-from gpumem_otel.core.yields import RestoreRequest, YieldLevel, YieldRequest, YieldState
+from gpumem_otel.core.yields import RestoreRequest, Seconds, YieldLevel, YieldRequest, YieldState
 from gpumem_otel.errors import ConfigError, YieldRefusedError
 from gpumem_otel.lifecycle import current, participants, step_without_install
 from gpumem_otel.yielding.callbacks import Callbacks
@@ -50,6 +50,8 @@ __all__ = [
 
 EXIT_SECONDS = 5.0
 """How long the end of a process waits for device memory that the driver needs to end it."""
+
+_CALLBACK_SECONDS = Seconds(0.001, 86_400.0, "30")
 
 
 class YieldOptions(TypedDict, total=False):
@@ -209,7 +211,7 @@ def yield_callbacks(
     ):
         if call is not None and not callable(call):
             raise ConfigError(f"{name}: {type(call).__name__!r} can not be called")
-    fault = seconds_fault("timeout_seconds", timeout_seconds, zero=False)
+    fault = seconds_fault("timeout_seconds", timeout_seconds, _CALLBACK_SECONDS)
     if fault:
         raise ConfigError(f"yield_callbacks: {fault}")
     return _STATE.callbacks.add(before_yield, after_restore, on_evict, timeout_seconds)

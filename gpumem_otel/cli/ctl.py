@@ -7,13 +7,20 @@ import queue
 import threading
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpumem_otel.cli.common import CommandFailed, environ, print_json, warn
+from gpumem_otel.cli.common import CommandFailed, print_json, warn
+from gpumem_otel.cli.ctl_reach import Reach, answered, as_entry, clients_of
 from gpumem_otel.core.classify import TensorClass
-from gpumem_otel.core.yields import DISCARDABLE, RestoreRequest, YieldLevel, YieldRequest
+from gpumem_otel.core.yields import (
+    DISCARDABLE,
+    SECONDS,
+    RestoreRequest,
+    YieldLevel,
+    YieldRequest,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -55,16 +62,10 @@ def _duration(value: str) -> float:
     return float(number) * (1.0 if unit is None else unit)
 
 
-class _Reach(NamedTuple):
-    """Whom to ask, and with what."""
-
-    targets: tuple[str, ...]
-    run_dir: str | None
-    token_file: str
-    ca_file: str
-    cert_file: str
-    key_file: str
-    insecure: bool
+def _known(name: str) -> str:
+    """What a length of time may be, for the help."""
+    known = SECONDS[name]
+    return f"{known.low:g} to {known.high:.0f} seconds"
 
 
 def _reaching(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -126,9 +127,9 @@ def _state(as_json: bool, **reach: Any) -> int:
     from gpumem_otel.cli.ctl_jobs import at_once, state_of
     from gpumem_otel.cli.ctl_view import state_table
 
-    outcomes = at_once(_clients(_Reach(**reach), as_json=as_json), state_of)
+    outcomes = at_once(clients_of(Reach(**reach), as_json=as_json), state_of)
     if as_json:
-        print_json([_plain(outcome) for outcome in outcomes])
+        print_json([as_entry(outcome) for outcome in outcomes])
     elif any(not outcome.error for outcome in outcomes):
         click.echo(state_table(outcomes, time.time_ns()), nl=False)
     return _said(outcomes)
@@ -141,7 +142,7 @@ def _watch(as_json: bool, **reach: Any) -> int:
     from gpumem_otel.cli.ctl_jobs import watch as follow
     from gpumem_otel.cli.ctl_view import change_line
 
-    clients = _clients(_Reach(**reach))
+    clients = clients_of(Reach(**reach))
     said: queue.SimpleQueue[Outcome | str] = queue.SimpleQueue()
     stop = threading.Event()
 
@@ -163,7 +164,7 @@ def _watch(as_json: bool, **reach: Any) -> int:
             warn(found)
             continue
         answered = True
-        click.echo(json.dumps(_plain(found)) if as_json else change_line(found))
+        click.echo(json.dumps(as_entry(found)) if as_json else change_line(found))
     raise CommandFailed("no process answers any more" if answered else "no process answered")
 
 
@@ -175,7 +176,7 @@ def _watch(as_json: bool, **reach: Any) -> int:
     type=click.Choice([level.value for level in YieldLevel]),
     help="tensors: the context stays; process: all, by the driver; auto (default): both.",
 )
-@click.option("--device", "devices", type=click.IntRange(0, 1023), multiple=True, help="Only this.")
+@click.option("--device", "devices", type=int, multiple=True, help="Only this.")
 @click.option("--class", "classes", type=_CLASSES, multiple=True, help="Only this tensor class.")
 @click.option("--keep", type=_CLASSES, multiple=True, help="Tensor class that stays.")
 @click.option(
@@ -189,20 +190,20 @@ def _watch(as_json: bool, **reach: Any) -> int:
     "lease_seconds",
     type=_duration,
     metavar="TIME",
-    help="Restore by itself after so long.",
+    help=f"Restore by itself after so long ({_known('lease_seconds')}).",
 )
 @click.option(
     "--deadline",
     "deadline_seconds",
     type=_duration,
     metavar="TIME",
-    help="Undo it where it takes longer.",
+    help=f"Undo it where it takes longer ({_known('deadline_seconds')}).",
 )
 @click.option(
     "--wait-seconds",
     type=_duration,
     metavar="TIME",
-    help="How long to wait for a safe point (default 60).",
+    help=f"How long to wait for a safe point ({_known('wait_seconds')}, default 60).",
 )
 @click.option("--dry-run", is_flag=True, help="Only say what would happen.")
 @click.option("--verify", is_flag=True, help="Compare checksums before and after.")
@@ -226,7 +227,7 @@ def _yield(**given: Any) -> int:
     "--wait-seconds",
     type=_duration,
     metavar="TIME",
-    help="How long to wait for device memory (default 60).",
+    help=f"How long to wait for device memory ({_known('wait_seconds')}, default 60).",
 )
 def _restore(**given: Any) -> int:
     """Take GPU memory again."""
@@ -244,14 +245,16 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
         for name in names
         if (value := given.pop(name)) is not None and value is not False and value != ()
     }
-    fault = _fault(kind, body)
-    if fault:
-        raise click.UsageError(fault)
     as_json, every, wait = given.pop("as_json"), given.pop("every"), given.pop("wait")
-    reach = _Reach(**given)
-    clients = _clients(reach, as_json=as_json)
+    reach = Reach(**given)
+    with answered(tuple(dict.fromkeys(reach.targets)), as_json=as_json):
+        fault = _fault(kind, body)
+        if fault:
+            raise click.UsageError(fault)
+    clients = clients_of(reach, as_json=as_json)
     if not reach.targets and not every:
-        _refuse_several_jobs(clients)
+        with answered([client.target.url for client in clients], as_json=as_json):
+            _refuse_several_jobs(clients)
     names_shown = {client.target.url: f"{kind} {i}" for i, client in enumerate(clients)}
     call = partial(ctl_jobs.command, kind=kind, body=body, wait=wait)
     try:
@@ -265,7 +268,7 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
         )
         raise
     if as_json:
-        print_json([_plain(outcome) for outcome in outcomes])
+        print_json([as_entry(outcome) for outcome in outcomes])
     else:
         for outcome in outcomes:
             if not outcome.error:
@@ -281,33 +284,6 @@ def _fault(kind: str, body: dict[str, Any]) -> str:
         return restore_fault(RestoreRequest(**body))
     level = YieldLevel(body.get("level", YieldLevel.AUTO))
     return yield_fault(YieldRequest(**{**body, "level": level}))
-
-
-def _clients(reach: _Reach, *, as_json: bool = False) -> list[Client]:
-    """One for each target, or for each socket of this user's jobs.
-
-    Raises:
-        ConfigError: a target or file that can not be used.
-        CommandFailed: there is nobody to ask.
-    """
-    from gpumem_otel.cli.ctl_client import Client, credentials, parse_target
-    from gpumem_otel.cli.ctl_find import job_sockets
-
-    shown = credentials(reach.token_file, reach.ca_file, reach.cert_file, reach.key_file)
-    try:
-        urls = reach.targets or tuple(f"unix://{p}" for p in job_sockets(reach.run_dir, environ()))
-    except CommandFailed:
-        if as_json:  # what reads it need not tell nothing from no JSON
-            print_json([])
-        raise
-    targets = [parse_target(url) for url in dict.fromkeys(urls)]
-    for target in targets:
-        if target.in_the_clear and shown.token and not reach.insecure:
-            raise click.UsageError(
-                f"{target.url} would see the token in the clear, and so would others: take https, "
-                "or --insecure where something else encrypts it"
-            )
-    return [Client(target, shown) for target in targets]
 
 
 def _refuse_several_jobs(clients: Sequence[Client]) -> None:
@@ -327,16 +303,6 @@ def _refuse_several_jobs(clients: Sequence[Client]) -> None:
             f"{len(jobs)} jobs take commands here: name processes with --target ('gpumem-otel ctl "
             "state' lists them), or give --all"
         )
-
-
-def _plain(outcome: Outcome) -> dict[str, Any]:
-    """As JSON."""
-    return {
-        "target": outcome.url,
-        "process": outcome.process,
-        "value": outcome.value,
-        "error": outcome.error,
-    }
 
 
 def _said(outcomes: Sequence[Outcome]) -> int:

@@ -49,7 +49,7 @@ def state_table(outcomes: list[Outcome], now_ns: int) -> str:
                 printable(outcome.url),
             )
         )
-    headers = ("job", "rank", "pid", "state", "since", "on the host", "lease", "target")
+    headers = ("job", "rank", "pid", "state", "since", "away", "lease", "target")
     return table(headers, rows, left=frozenset({0, 3, 7}))
 
 
@@ -64,7 +64,7 @@ def change_line(outcome: Outcome) -> str:
             done, total = operation["done_bytes"], operation["total_bytes"]
             parts.append(f"{human_bytes(done)} of {human_bytes(total)}")
     elif status["moved_bytes"]:
-        parts.append(f"{human_bytes(status['moved_bytes'])} on the host")
+        parts.append(f"{human_bytes(status['moved_bytes'])} away")
     if operation.get("error"):
         parts.append(f"{operation['kind']} {operation['state']}: {operation['error']}")
     if status["reason"]:
@@ -107,8 +107,8 @@ def report_lines(outcome: Outcome) -> list[str]:
             speed = f", {human_bytes(phase['size_bytes'])}, {rate:.1f} GiB/s"
         lines.append(f"  {phase['phase']}: {phase['seconds']:.2f} s{speed}")
     if report["host_bytes"] or report["disk_bytes"]:
-        disk = f", on disk {human_bytes(report['disk_bytes'])}" if report["disk_bytes"] else ""
-        lines.append(f"  held on the host {human_bytes(report['host_bytes'])}{disk}")
+        disk = f", {human_bytes(report['disk_bytes'])} on disk" if report["disk_bytes"] else ""
+        lines.append(f"  held in host memory: {human_bytes(report['host_bytes'])}{disk}")
     if report["checksums"]:
         lines.append(f"  checksums {report['checksums']}")
     lines += [f"  may kill a parked job: {line}" for line in report["dangers"]]

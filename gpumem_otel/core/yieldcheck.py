@@ -6,19 +6,18 @@ they make of it.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.core.classify import TensorClass
-from gpumem_otel.core.yields import DISCARDABLE, YieldLevel
+from gpumem_otel.core.yields import DEVICES, DISCARDABLE, SECONDS, YieldLevel
 
 if TYPE_CHECKING:
-    from gpumem_otel.core.yields import RestoreRequest, YieldRequest
+    from gpumem_otel.core.yields import RestoreRequest, Seconds, YieldRequest
 
-__all__ = ["LONGEST_SECONDS", "chooses", "restore_fault", "seconds_fault", "yield_fault"]
+__all__ = ["chooses", "device_fault", "restore_fault", "seconds_fault", "yield_fault"]
 
-LONGEST_SECONDS: Final = 31 * 86_400.0
-"""No wait or lease is longer."""
+_LONG_NUMBER: Final = 10**20
+"""Python refuses to write numbers that are far longer."""
 
 _CLASSES: Final = tuple(one.value for one in TensorClass)
 
@@ -40,30 +39,52 @@ def yield_fault(request: YieldRequest) -> str:
 def restore_fault(request: RestoreRequest) -> str:
     """Likewise."""
     return _classes("classes", request.classes, empty=False) or seconds_fault(
-        "wait_seconds", request.wait_seconds
+        "wait_seconds", request.wait_seconds, SECONDS["wait_seconds"]
     )
 
 
-def seconds_fault(name: str, value: Any, *, zero: bool = True) -> str:
-    """Why this is no length of time, "" where it is one.
+def seconds_fault(name: str, value: Any, known: Seconds) -> str:
+    """Why this is none of the lengths of time, "" where it is one.
 
     Args:
         name: for the message.
         value: anything.
-        zero: whether it may be none at all.
+        known: what it may be.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return f"{name} must be a number of seconds, not {value!r}"
-    if not math.isfinite(value) or value < 0 or value > LONGEST_SECONDS or not (value or zero):
-        low = "0" if zero else "more than 0"
-        return f"{name} must be {low} to {LONGEST_SECONDS:.0f} seconds, not {value!r}"
-    return ""
+    if known.low <= value <= known.high:
+        return ""
+    return (
+        f"{name} must be {known.low:g} to {known.high:.0f} seconds, not {_shown(value)}; leave it "
+        f"out for {known.left_out}"
+    )
+
+
+def device_fault(value: Any) -> str:
+    """Why this is no number of a device, "" where it is one."""
+    if not isinstance(value, bool) and isinstance(value, int) and value in DEVICES:
+        return ""
+    return (
+        f"devices must be whole numbers from {DEVICES[0]} to {DEVICES[-1]}, not {_shown(value)}; "
+        "leave it out for all"
+    )
 
 
 def chooses(request: YieldRequest, *, but_discard: bool = False) -> bool:
     """Whether anything but all is to go: the driver knows no choice."""
     chosen = request.devices is not None or request.classes is not None or bool(request.keep)
     return chosen or (bool(request.discard) and not but_discard)
+
+
+def _shown(value: Any) -> str:
+    """A number as a person writes it; anything else as Python does."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, int) and abs(value) >= _LONG_NUMBER:
+            return "one of more than 20 digits"
+        if isinstance(value, float) and value.is_integer() and abs(value) < _LONG_NUMBER:
+            return f"{value:.0f}"
+    return repr(value)
 
 
 def _level(level: Any) -> str:
@@ -78,9 +99,9 @@ def _devices(devices: Any) -> str:
     if not isinstance(devices, tuple) or not devices:
         return f"devices must be a tuple of torch's numbers, or None for all, not {devices!r}"
     for one in devices:
-        if isinstance(one, bool) or not isinstance(one, int) or one < 0:
-            return f"devices holds {one!r}, which is no number of a device"
-    return ""
+        if fault := device_fault(one):
+            return fault
+    return _twice("devices", devices)
 
 
 def _classes(name: str, classes: Any, *, empty: bool = True) -> str:
@@ -91,15 +112,23 @@ def _classes(name: str, classes: Any, *, empty: bool = True) -> str:
     for one in classes:
         if one not in _CLASSES:
             return f"{name} holds {one!r}, which is none of {', '.join(_CLASSES)}"
-    return ""
+    return _twice(name, classes)
+
+
+def _twice(name: str, items: tuple[Any, ...]) -> str:
+    """Two of one are a slip: the other was meant to be another."""
+    if len(set(items)) == len(items):
+        return ""
+    twice = next(one for i, one in enumerate(items) if one in items[:i])
+    return f"{name} holds {twice!r} twice; name it once"
 
 
 def _seconds(request: YieldRequest) -> str:
     for name in ("lease_seconds", "deadline_seconds"):
         value = getattr(request, name)
-        if value is not None and (fault := seconds_fault(name, value, zero=False)):
+        if value is not None and (fault := seconds_fault(name, value, SECONDS[name])):
             return fault
-    return seconds_fault("wait_seconds", request.wait_seconds)
+    return seconds_fault("wait_seconds", request.wait_seconds, SECONDS["wait_seconds"])
 
 
 def _flags(request: YieldRequest) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gpumem_otel.core.yieldtext import report_lines
 
@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 __all__ = [
+    "DEVICES",
     "DISCARDABLE",
     "RESIDUAL_CAUSES",
+    "SECONDS",
     "Found",
     "Movable",
     "Operation",
@@ -32,6 +34,7 @@ __all__ = [
     "Phase",
     "PhaseTime",
     "RestoreRequest",
+    "Seconds",
     "Stays",
     "YieldLevel",
     "YieldReport",
@@ -43,6 +46,33 @@ __all__ = [
 DISCARDABLE = ("optimizer_state", "parameter", "buffer", "kv_cache")
 """Tensor classes whose contents a request may throw away: all but the optimizer's state are
 overwritten by whoever asks for it."""
+
+DEVICES = range(1024)
+"""torch's numbers that a request may name."""
+
+_DAY = 86_400.0
+
+
+class Seconds(NamedTuple):
+    """Lengths of time that a field may have, both ends included.
+
+    Attributes:
+        left_out: what a request without it means, for messages.
+    """
+
+    low: float
+    high: float
+    left_out: str
+
+
+SECONDS: Mapping[str, Seconds] = MappingProxyType(
+    {
+        "lease_seconds": Seconds(0.1, 31 * _DAY, "no lease"),
+        "deadline_seconds": Seconds(0.1, _DAY, "no deadline"),
+        "wait_seconds": Seconds(0.0, _DAY, "60"),
+    }
+)
+"""Of requests, by whatever door they come: the job's own call, HTTP, the command line."""
 
 RESIDUAL_CAUSES = (
     "context",
@@ -90,10 +120,10 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldRequest:
-    """What is asked for.
+    """What is asked for; lengths of time are those of `SECONDS`.
 
     Attributes:
-        devices: which devices to give back; None for all of this process. The driver knows no
+        devices: which of `DEVICES` to give back; None for all of this process. The driver knows no
             choice: with it level `process` is refused.
         classes: tensor classes that go; None for all. Likewise.
         keep: tensor classes that stay on the device.
@@ -126,7 +156,7 @@ class YieldRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """What is asked for.
+    """What is asked for; lengths of time are those of `SECONDS`.
 
     Attributes:
         classes: tensor classes to bring back now; the process stays YIELDED until all are back.
@@ -224,7 +254,8 @@ class YieldReport:
         moved_bytes: by tensor class, to the host or back from it.
         discarded_bytes: by tensor class.
         residual_bytes: left on the devices by cause, other processes included.
-        host_bytes: host memory held for this process's memory, pinned and pageable.
+        host_bytes: host memory held for yields of this process, pinned and pageable; also what is
+            kept pinned for the next one.
         disk_bytes: likewise on disk.
         expected_seconds: of a dry run, from the measured speed of the link.
         checksums: "equal" where asked for and compared, else "".
@@ -292,7 +323,7 @@ class YieldStatus:
         version: rises with every change, for whoever watches.
         since_ns: when the state began, nanoseconds since 1970.
         lease_expiry_ns: likewise when the lease ends; 0 where there is none.
-        moved_bytes: held on the host now.
+        moved_bytes: away from the devices now, in host memory or on disk.
         residual_bytes: left on the devices by the last yield, by cause.
         phase_seconds: spent so far by phase, over the life of the process.
         operation: the running one, else the last one.

@@ -181,7 +181,11 @@ class _Door(ListenerLife):
     def _build(self) -> ListenerLoop:
         from gpumem_otel.serve import control_app  # noqa: PLC0415
         from gpumem_otel.serve.audit import Audit  # noqa: PLC0415
-        from gpumem_otel.serve.control_guard import ControlGuard  # noqa: PLC0415
+        from gpumem_otel.serve.control_guard import (  # noqa: PLC0415
+            FULL,
+            ControlGuard,
+            full_answer,
+        )
         from gpumem_otel.serve.loop import ListenerLoop  # noqa: PLC0415
         from gpumem_otel.serve.workers import Workers  # noqa: PLC0415
 
@@ -215,6 +219,10 @@ class _Door(ListenerLife):
             on_bound=self._on_bound,
             on_taken=self._on_taken,
             on_cut=audit.cut,
+            full=full_answer(),
+            on_full=lambda origin: audit.refused(
+                503, {"from": origin, "outcome": "refused", "reason": FULL}
+            ),
         )
 
     def _process(self) -> Process:

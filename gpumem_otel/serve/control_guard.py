@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl
 from starlette.requests import ClientDisconnect
 
 from gpumem_otel.serve import peers
-from gpumem_otel.serve.guard import CHALLENGE, CLOSE, Guard, body_length
+from gpumem_otel.serve.guard import ALWAYS, CHALLENGE, CLOSE, Guard, body_length
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,18 @@ if TYPE_CHECKING:
     from gpumem_otel.serve.roles import Principal
     from gpumem_otel.serve.workers import Workers
 
-__all__ = ["MAX_COMMAND_BYTES", "ROUTES", "ControlGuard", "noted", "origin_of", "problem"]
+__all__ = [
+    "FULL",
+    "MAX_COMMAND_BYTES",
+    "ROUTES",
+    "ControlGuard",
+    "full_answer",
+    "noted",
+    "origin_of",
+    "problem",
+]
+
+FULL: Final = "too many connections at once: again in 1 s"
 
 MAX_COMMAND_BYTES: Final = 64 * 1024
 """Of a body; it would hold every field a hundred times over."""
@@ -37,6 +48,9 @@ ROUTES: Final = frozenset({"/v1/state", "/v1/yield", "/v1/restore", "/v1/openapi
 _SECRET_NAMES: Final = frozenset(
     {"access_token", "api_key", "apikey", "auth", "authorization", "bearer", "key", "token"}
 )
+
+
+_KIND: Final = b"application/problem+json"
 
 
 class ControlGuard(Guard):
@@ -99,7 +113,7 @@ class ControlGuard(Guard):
         return None
 
     def _render(self, status: int, line: str) -> tuple[bytes, bytes]:
-        return b"application/problem+json", problem(status, line)
+        return _KIND, problem(status, line)
 
 
 def problem(status: int, line: str, operation: str = "") -> bytes:
@@ -119,6 +133,22 @@ def problem(status: int, line: str, operation: str = "") -> bytes:
     if operation:
         value["operation"] = operation
     return json.dumps(value).encode() + b"\n"
+
+
+def full_answer() -> bytes:
+    """The whole answer to a connection that is not served, whatever it asks."""
+    status = HTTPStatus.SERVICE_UNAVAILABLE
+    body = problem(status, FULL)
+    headers = (
+        (b"content-type", _KIND),
+        (b"content-length", str(len(body)).encode()),
+        (b"retry-after", b"1"),
+        CLOSE,
+        *ALWAYS,
+    )
+    lines = [f"HTTP/1.1 {status.value} {status.phrase}".encode()]
+    lines += [b"%s: %s" % header for header in headers]
+    return b"\r\n".join([*lines, b"", body])
 
 
 def noted(scope: Scope, line: str) -> dict[str, object]:

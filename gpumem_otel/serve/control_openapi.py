@@ -26,6 +26,7 @@ _REFUSALS: Final = {
     401: "No credential that is known here.",
     403: "The sender does not have the role that this needs, or the job does not allow it.",
     404: "No such operation.",
+    405: "Another method than this path takes; Allow names those.",
     409: "The state of the job does not allow it; the detail says what helps.",
     411: "The body's length is not said beforehand.",
     413: "The body is too long.",
@@ -34,11 +35,27 @@ _REFUSALS: Final = {
     422: "A field can not be used, or the Idempotency-Key came with another command.",
     429: "Too many commands of this sender; Retry-After says when.",
     500: "The command ended in a state that it should not have; the detail says which.",
-    503: "Too many requests at once; Retry-After says when.",
+    503: "Too many requests or connections at once, Retry-After says when; or the listener stops.",
 }
 
-_ALWAYS: Final = (400, 401, 403, 411, 413, 421, 503)
+_ALWAYS: Final = (400, 401, 403, 405, 411, 413, 421, 503)
 """What the door says, whatever is asked."""
+
+
+def _header(meaning: str, kind: str = "string", *, always: bool = True) -> dict[str, Any]:
+    return {"description": meaning, "required": always, "schema": {"type": kind}}
+
+
+_SOON: Final = "Seconds to wait before it is asked again."
+
+_HEADERS: Final = {
+    401: {"WWW-Authenticate": _header("The scheme, Bearer.")},
+    405: {"Allow": _header("Methods of this path.")},
+    429: {"Retry-After": _header(_SOON, "integer")},
+    503: {"Retry-After": _header(_SOON, "integer", always=False)},
+}
+
+_LOCATION: Final = "Path of the operation."
 
 
 def document() -> dict[str, Any]:
@@ -92,7 +109,6 @@ def _command(name: str, summary: str, body: str) -> dict[str, Any]:
         "description": "The same key and body again give the same operation.",
         "schema": {"type": "string", "pattern": KEY_PATTERN, "maxLength": 128},
     }
-    began = {"Location": {"description": "The operation.", "schema": {"type": "string"}}}
     operation = schema_of(Operation)
     return {
         "operationId": name,
@@ -101,8 +117,15 @@ def _command(name: str, summary: str, body: str) -> dict[str, Any]:
         "parameters": [key],
         "requestBody": {"content": {"application/json": {"schema": _ref(body)}}},
         "responses": {
-            "200": {**_json("It has ended; of a dry run, its report.", operation)},
-            "202": {**_json("It has begun.", operation), "headers": began},
+            "200": {
+                **_json("It has ended; of a dry run, its report.", operation),
+                # none where the state was already the one that is asked for
+                "headers": {"Location": _header(_LOCATION, always=False)},
+            },
+            "202": {
+                **_json("It has begun.", operation),
+                "headers": {"Location": _header(_LOCATION)},
+            },
             **_refusals(*_ALWAYS, 409, 415, 422, 429, 500),
         },
     }
@@ -162,6 +185,7 @@ def _refusals(*statuses: int) -> dict[str, Any]:
     return {
         str(status): {
             "description": _REFUSALS[status],
+            **({"headers": _HEADERS[status]} if status in _HEADERS else {}),
             "content": {"application/problem+json": {"schema": _ref("Problem")}},
         }
         for status in sorted(statuses)

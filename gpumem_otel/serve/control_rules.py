@@ -9,10 +9,18 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+
+from gpumem_otel.core.yieldcheck import device_fault, seconds_fault
+from gpumem_otel.core.yields import DEVICES
+
+if TYPE_CHECKING:
+    from gpumem_otel.core.yields import Seconds
 
 __all__ = [
     "Choice",
+    "Device",
+    "Duration",
     "Field",
     "Flag",
     "Folder",
@@ -114,6 +122,43 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
+class Duration:
+    """A length of time of a request, in the words of every other door."""
+
+    known: Seconds
+
+    def schema(self) -> dict[str, Any]:
+        """JSON Schema."""
+        return {"type": "number", "minimum": self.known.low, "maximum": self.known.high}
+
+    def check(self, value: Any, name: str) -> float:
+        """Seconds as a float."""
+        if not _is_number(value):  # not repeated: it may be of any length
+            raise InvalidError(f"{name} must be a number of seconds")
+        if fault := seconds_fault(name, value, self.known):
+            raise InvalidError(fault)
+        return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """torch's number of a device, likewise; 1.0 is one, as JSON Schema has it."""
+
+    def schema(self) -> dict[str, Any]:
+        """JSON Schema."""
+        return {"type": "integer", "minimum": DEVICES[0], "maximum": DEVICES[-1]}
+
+    def check(self, value: Any, name: str) -> int:
+        """The number."""
+        if not _is_number(value):
+            raise InvalidError(f"{name} must be a whole number")
+        found = int(value) if value == value // 1 else value
+        if fault := device_fault(found):
+            raise InvalidError(fault)
+        return int(found)
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One word of a few."""
 
@@ -175,7 +220,8 @@ class Items:
             raise InvalidError(f"{name} must be a list of {self.low} to {self.high} items")
         found = tuple(self.item.check(one, f"{name}[{i}]") for i, one in enumerate(value))
         if len(set(found)) != len(found):
-            raise InvalidError(f"{name} holds an item twice")
+            twice = next(one for i, one in enumerate(found) if one in found[:i])
+            raise InvalidError(f"{name} holds {twice!r} twice; name it once")
         return found
 
 

@@ -18,7 +18,9 @@ from typing import Any, Final
 
 from gpumem_otel.core.classify import TensorClass
 from gpumem_otel.core.yields import (
+    DEVICES,
     DISCARDABLE,
+    SECONDS,
     RestoreRequest,
     YieldLevel,
     YieldRequest,
@@ -26,16 +28,16 @@ from gpumem_otel.core.yields import (
 )
 from gpumem_otel.serve.control_rules import (
     Choice,
+    Device,
+    Duration,
     Field,
     Flag,
     Folder,
     ForbiddenError,
     Items,
-    Number,
     Optional,
     Record,
     Rule,
-    Whole,
     parse_json,
 )
 
@@ -55,8 +57,6 @@ __all__ = [
     "schema_of",
 ]
 
-_MAX_DEVICE: Final = 1023
-_DAY: Final = 86_400.0
 _CLASSES: Final = tuple(one.value for one in TensorClass)
 
 
@@ -127,7 +127,7 @@ YIELD_RULE: Final = _record(
         ),
         (
             "devices",
-            Optional(Items(Whole(0, _MAX_DEVICE), 1, _MAX_DEVICE + 1)),
+            Optional(Items(Device(), 1, len(DEVICES))),
             "Devices of the process, by torch's number; null for all.",
         ),
         ("classes", Optional(_classes(1)), "Tensor classes that go; null for all."),
@@ -139,15 +139,19 @@ YIELD_RULE: Final = _record(
         ),
         (
             "lease_seconds",
-            Optional(Number(0.1, 31 * _DAY)),
+            Optional(Duration(SECONDS["lease_seconds"])),
             "Restore by itself after so long; null for never.",
         ),
         (
             "deadline_seconds",
-            Optional(Number(0.1, _DAY)),
+            Optional(Duration(SECONDS["deadline_seconds"])),
             "Rolled back where it takes longer, the wait for a safe point included.",
         ),
-        ("wait_seconds", Number(0, 3600), "How long to wait for a safe point."),
+        (
+            "wait_seconds",
+            Duration(SECONDS["wait_seconds"]),
+            "How long to wait for a safe point.",
+        ),
         ("dry_run", Flag(), "Only say what would happen."),
         ("verify", Flag(), "Compare checksums made on the device before and after."),
         (
@@ -170,7 +174,7 @@ RESTORE_RULE: Final = _record(
         ("classes", Optional(_classes(1)), "Tensor classes to bring back now; null for all."),
         (
             "wait_seconds",
-            Number(0, 3600),
+            Duration(SECONDS["wait_seconds"]),
             "How long to wait for device memory; then it stays yielded and says what is missing.",
         ),
     ),

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 __all__ = [
+    "ALWAYS",
     "CHALLENGE",
     "CLOSE",
     "MAX_BODY_BYTES",
@@ -57,10 +58,11 @@ _LENGTH_DIGITS: Final = 12
 
 _RESOLVE_SECONDS: Final = 2.0
 
-_ALWAYS: Final = (
+ALWAYS: Final = (
     (b"cache-control", b"no-store"),
     (b"x-content-type-options", b"nosniff"),
 )
+"""Headers of every answer."""
 
 
 class Guard:
@@ -100,7 +102,7 @@ class Guard:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                own = [(b"date", formatdate(usegmt=True).encode()), *_ALWAYS]
+                own = [(b"date", formatdate(usegmt=True).encode()), *ALWAYS]
                 message["headers"] = own + list(message.get("headers", ()))
             await send(message)
 

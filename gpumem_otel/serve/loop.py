@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.logs import named_logger
 from gpumem_otel.serve.binding import BACKLOG
-from gpumem_otel.serve.peers import Peer, origin_of
+from gpumem_otel.serve.overflow import Overflow
+from gpumem_otel.serve.peers import Peer, origin_of, process_of
 from gpumem_otel.serve.protocol import protocol_factory
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ __all__ = ["HANDSHAKE_SECONDS", "MAX_CONNECTIONS", "ListenerLoop"]
 _log = named_logger("gpumem_otel.serve")
 
 MAX_CONNECTIONS: Final = 64
-"""Open at once, handshakes included; the next is closed at once."""
+"""Open at once, handshakes included; the next is turned away, see `overflow`."""
 
 HANDSHAKE_SECONDS: Final = 2.0
 """For a TLS handshake; handshakes run side by side."""
@@ -61,6 +62,8 @@ class ListenerLoop:
         on_bound: Callable[[ListenerLoop], None],
         on_taken: Callable[[OSError], None],
         on_cut: Callable[[str, str], None] = lambda _origin, _reason: None,
+        full: bytes = b"",
+        on_full: Callable[[str], None] = lambda _origin: None,
     ) -> None:
         self._binding = binding
         self._tls = tls
@@ -73,6 +76,11 @@ class ListenerLoop:
         self._loop = asyncio.SelectorEventLoop(self._selector)
         self._loop.set_debug(False)  # it would log into the job under -X dev
         self._loop.set_exception_handler(_quiet)
+        self._overflow = Overflow(
+            self._loop,
+            b"" if tls is not None else full,
+            lambda client, address: on_full(origin_of(process_of(client), address)),
+        )
         self._connect = protocol_factory(app, self._loop, on_cut)
         self._stopping = asyncio.Event()
         self._socket: socket.socket | None = None
@@ -116,6 +124,7 @@ class ListenerLoop:
             self._socket.close()
         for client in list(self._clients):
             client.close()
+        self._overflow.abandon()
         self._selector.close()
 
     # Everything below runs on the thread.
@@ -178,7 +187,7 @@ class ListenerLoop:
                     self._loop.call_later(_PAUSE_SECONDS, self._accept_again, listening)
                 return
             if len(self._clients) >= MAX_CONNECTIONS:
-                client.close()
+                self._overflow.refuse(client, address)
                 continue
             self._clients.add(client)
             client.setblocking(False)
@@ -225,6 +234,7 @@ class ListenerLoop:
                 raise
 
     async def _close_connections(self) -> None:
+        self._overflow.close()
         for task in list(self._handshakes):
             task.cancel()
         for protocol in list(self._protocols):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Peer", "origin_of", "peer_of"]
+__all__ = ["Peer", "origin_of", "peer_of", "process_of"]
 
 _UCRED: Final = "3i"
 """pid, uid, gid: `struct ucred`, unix(7)."""
@@ -35,16 +35,23 @@ def peer_of(transport: asyncio.BaseTransport) -> Peer:
     """What is known about a connection that is just made; never raises."""
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family == socket.AF_UNIX:
-        size = struct.calcsize(_UCRED)
-        try:
-            raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
-        except OSError:
-            return Peer()
-        pid, uid, _ = struct.unpack(_UCRED, raw)
-        return Peer(uid=uid, pid=pid)
+        return process_of(sock)
     # Empty where no certificate was asked for, so that nobody vouches for it.
     certificate = transport.get_extra_info("peercert")
     return Peer(common_name=_common_name(certificate)) if certificate else Peer()
+
+
+def process_of(sock: Any) -> Peer:
+    """The process at the other end of a Unix socket, nobody of any other; never raises."""
+    if sock.family != socket.AF_UNIX:
+        return Peer()
+    size = struct.calcsize(_UCRED)
+    try:
+        raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    except OSError:
+        return Peer()
+    pid, uid, _ = struct.unpack(_UCRED, raw)
+    return Peer(uid=uid, pid=pid)
 
 
 def origin_of(peer: Peer, address: tuple[Any, ...] | None) -> str:

@@ -11,26 +11,17 @@ import threading
 
 import pytest
 from support import certs
-from support.controlling import bearer, call, controlling, reaching
+from support.controlling import TOKEN, bearer, call, controlling, reaching
 from support.listening import WAIT, connected, until
 from support.yield_double import YieldDouble
 
 from gpumem_otel.serve import protocol
-
-TOKEN = "operator-token-0123456789"
 
 
 @pytest.fixture
 def audit(caplog):
     caplog.set_level(logging.DEBUG)
     return lambda: [r.getMessage() for r in caplog.records if r.name == "gpumem_otel.audit"]
-
-
-@pytest.fixture
-def tokens(tmp_path):
-    path = tmp_path / "tokens"
-    path.write_text(f"read,yield,restore {TOKEN} operator\n")
-    return str(path)
 
 
 @pytest.fixture

@@ -31,6 +31,9 @@ IDENTITY = Identity(
     node="n1",
     pid=7,
 )
+OTHER_JOB = Identity(service_name="server", run_id="r2", local_rank=2, pid=9)
+TOKEN = "operator-token-0123456789"
+READER = "reader-token-0123456789"
 MANY = (10_000, 10_000.0)
 """Limits that no test reaches."""
 

@@ -156,7 +156,7 @@ def test_a_report():
         "  left on the device: context 512.0 MiB",
         "  prepare: 0.10 s",
         "  release: 0.50 s, 3.0 GiB, 6.0 GiB/s",
-        "  held on the host 3.0 GiB",
+        "  held in host memory: 3.0 GiB",
         "  checksums equal",
         "  may kill a parked job: NCCL's watchdog after 600 s",
         lines[-1],
@@ -183,6 +183,19 @@ def test_a_table_of_states():
         "3", "7", "yielded", "90", "s", "3.0", "GiB", "60", "min", "left", "unix:///a",
     ]  # fmt: skip
     assert "\x1b" not in text
+
+
+def test_what_is_away_has_one_name_and_what_is_held_another():
+    status = {"state": "yielded", "since_ns": 0, "moved_bytes": 3 * GIB, "lease_expiry_ns": 0,
+              "operation": None, "reason": ""}  # fmt: skip
+    outcome = Outcome("u", status, process=PROCESS)
+    assert "away" in ctl_view.state_table([outcome], 0).splitlines()[0].split()
+    assert ctl_view.change_line(outcome).endswith(": yielded, 3.0 GiB away")
+    report = YieldReport(host_bytes=4 * GIB, disk_bytes=GIB, operation="op")
+    done = {"kind": "yield", "state": "done", "report": as_json(report)}
+    (line,) = ctl_view.report_lines(Outcome("u", done, process=PROCESS))[1:]
+    assert line.strip() == "held in host memory: 4.0 GiB, 1.0 GiB on disk"
+    assert line.strip() in str(report).splitlines()
 
 
 def test_bars_are_drawn_on_a_terminal_alone(capfd):
