@@ -3,11 +3,11 @@
     python benchmarks/yields.py --out benchmarks/results/yields-h200.json --seconds 560
 
 Jobs of 20 and 80 GiB: a transformer with its gradients and AdamW's state, trained for a few steps.
-In one process per size, in turn: the plain copy of pinned memory (the speed of the link), of
-2 GiB and over as much host memory as the job will take; level
+In one process per size, in turn: the plain copy of pinned memory (the speed of the link); level
 `tensors`, first yield and later ones; level `auto` (tensors, then the driver for what is left);
-level `process`; the driver's checkpoint by itself, without us; pytorch_memlab's Courtesy. In one
-more process: torch_memory_saver, which needs its library preloaded and the job built in its region.
+level `process`; the plain copy over as much host memory as the job took; the driver's checkpoint by
+itself, without us; pytorch_memlab's Courtesy. In one more process: torch_memory_saver, which needs
+its library preloaded and the job built in its region.
 After each yield `nvidia-smi` says what is left on the device, and after each restore the loss of
 one batch is compared bit for bit with that of before.
 
@@ -422,7 +422,6 @@ def measure_link(rows: Rows) -> None:
             torch_.cuda.synchronize()
             took.append(time.perf_counter() - began)
         rows.add("link", what, seconds=sorted(took[1:])[2], size_bytes=LINK_BYTES)
-    measure_wide_link(rows, device)
     del host, device
     torch_.cuda.empty_cache()
     empty = getattr(torch_._C, "_host_emptyCache", None)  # noqa: SLF001 - no public way
@@ -430,13 +429,18 @@ def measure_link(rows: Rows) -> None:
         empty()
 
 
-def measure_wide_link(rows: Rows, device: torch.Tensor) -> None:
-    """The same copies over as much pinned host memory as the job moves, once each way."""
+def measure_wide_link(rows: Rows) -> None:
+    """The same copies over as much pinned host memory as the job moves, once each way.
+
+    After all else: a first yield is of a process that has pinned nothing yet.
+    """
     from gpumem_otel.yielding.devices import CudaDevices
     from gpumem_otel.yielding.hostmem import HostPool
 
-    synchronize = rows.job.torch.cuda.synchronize
-    pool = HostPool(CudaDevices(rows.job.torch))
+    torch_ = rows.job.torch
+    synchronize = torch_.cuda.synchronize
+    device = torch_.empty(LINK_BYTES, dtype=torch_.uint8, device="cuda")
+    pool = HostPool(CudaDevices(torch_))
     pool.grow_to(rows.job.size_bytes, 0)
     pieces = []
     while sum(piece.size_bytes for piece in pieces) < pool.capacity_bytes:
@@ -451,8 +455,9 @@ def measure_wide_link(rows: Rows, device: torch.Tensor) -> None:
             to.copy_(source, non_blocking=True)
         synchronize()
         rows.add(WIDE, what, seconds=time.perf_counter() - began, size_bytes=pool.capacity_bytes)
-    del pieces, piece, to, source
+    del pieces, piece, to, source, there, device
     pool.give_back()
+    torch_.cuda.empty_cache()
 
 
 def measure_levels(rows: Rows, parts: tuple[str, ...]) -> None:
@@ -572,11 +577,13 @@ def run_child(parts: tuple[str, ...], gib: int, path: Path) -> None:
     measures: dict[str, Callable[[], None]] = {
         "link": lambda: measure_link(rows),
         "levels": lambda: measure_levels(rows, parts),
+        "wide": lambda: measure_wide_link(rows),
         "driver": lambda: measure_driver(rows),
         "courtesy": lambda: measure_courtesy(rows),
     }
+    wanted = {*parts, "levels", *(["wide"] if "link" in parts else [])}
     for name, measure in measures.items():
-        if name != "levels" and name not in parts:
+        if name not in wanted:
             continue
         try:
             measure()

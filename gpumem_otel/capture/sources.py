@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gpumem_otel.capture.stackless import Roots
     from gpumem_otel.core.counters import Counters
     from gpumem_otel.core.model import DeviceStats
-    from gpumem_otel.core.ports import Clock, Reading
+    from gpumem_otel.core.ports import Clock, Reading, Waitable
 
 __all__ = ["TorchSource"]
 
@@ -370,5 +370,5 @@ class _RealTime:
     def monotonic(self) -> float:
         return time.perf_counter()
 
-    def wait(self, event: threading.Event, seconds: float) -> bool:
+    def wait(self, event: Waitable, seconds: float) -> bool:
         return event.wait(seconds)

@@ -32,6 +32,7 @@ __all__ = [
     "Reading",
     "Source",
     "StacklessRule",
+    "Waitable",
     "WindowSource",
     "YieldControl",
     "no_pause",
@@ -69,6 +70,18 @@ class Pacing(Protocol):
         ...
 
 
+class Waitable(Protocol):
+    """An event, of whatever kind."""
+
+    def is_set(self) -> bool:
+        """Whether it was set."""
+        ...
+
+    def wait(self, seconds: float, /) -> bool:
+        """At most so long; True if it is set."""
+        ...
+
+
 class Clock(Protocol):
     """Time, injected so that tests need none."""
 
@@ -80,7 +93,7 @@ class Clock(Protocol):
         """Seconds of a clock that never goes back."""
         ...
 
-    def wait(self, event: threading.Event, seconds: float) -> bool:
+    def wait(self, event: Waitable, seconds: float) -> bool:
         """Wait for the event, at most so long; True if it is set."""
         ...
 

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    import threading
+    from gpumem_otel.core.ports import Waitable
 
 __all__ = ["SystemClock"]
 
@@ -22,6 +22,6 @@ class SystemClock:
         """Seconds of a clock that never goes back."""
         return time.monotonic()
 
-    def wait(self, event: threading.Event, seconds: float) -> bool:
+    def wait(self, event: Waitable, seconds: float) -> bool:
         """Wait for the event, at most so long; True if it is set."""
         return event.wait(max(seconds, 0.0))

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.copies import never
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import TypeAlias
+
+    Hurried: TypeAlias = Callable[[], bool]
 
 __all__ = ["Callbacks"]
 
 _log = named_logger("gpumem_otel.yield")
+
+_TICK_SECONDS: Final = 0.05
+"""How late it is noticed that a wait is to end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,11 +69,12 @@ class Callbacks:
             if entry in self._entries:
                 self._entries.remove(entry)
 
-    def before(self, device: int | None = None) -> None:
+    def before(self, device: int | None = None, hurried: Hurried = never) -> None:
         """Ask all, in order.
 
         Args:
             device: that is current in the job's thread; None where it is not known.
+            hurried: asked while one is waited for: True ends the wait.
 
         Raises:
             YieldRefusedError: one raised or took too long. `after` is to be called all the same.
@@ -75,22 +84,23 @@ class Callbacks:
         self._asked, self._device = [], device
         for entry in entries:
             error, late = (
-                _run(entry.before_yield, entry.timeout_seconds, device)
+                _run(entry.before_yield, entry.timeout_seconds, device, hurried)
                 if entry.before_yield is not None
-                else (None, False)
+                else (None, "")
             )
             if error is None:
                 self._asked.append(entry)  # a late one goes on, and is told of the end as well
             if error is not None or late:
-                what = (
-                    f"took longer than {entry.timeout_seconds:g} s" if late else f"raised {error!r}"
-                )
+                what = late or f"raised {error!r}"
                 raise YieldRefusedError(
                     f"yield: before_yield {_name(entry.before_yield)} {what}; nothing was moved"
                 )
 
-    def after(self) -> tuple[str, ...]:
+    def after(self, hurried: Hurried = never) -> tuple[str, ...]:
         """Tell all that were asked; one line for each that raised or took too long.
+
+        Args:
+            hurried: asked while one is waited for: True ends the wait.
 
         Raises:
             BaseException: what interrupted the wait for one of them; all were told.
@@ -103,7 +113,8 @@ class Callbacks:
             if call is None:
                 continue
             try:
-                notes += _complaint("after_restore", call, call, seconds, self._device)
+                ended = _run(call, seconds, self._device, hurried)
+                notes += _complaint(f"after_restore {_name(call)}", *ended)
             except BaseException as error:  # it goes on by itself; the others are owed theirs
                 interrupt = error
         if interrupt is not None:
@@ -117,31 +128,24 @@ class Callbacks:
         notes = []
         for entry in entries:
             if entry.on_evict is not None:
-                call = partial(entry.on_evict, reason)
-                notes += _complaint("on_evict", entry.on_evict, call, entry.timeout_seconds)
+                ended = _run(partial(entry.on_evict, reason), entry.timeout_seconds, None, never)
+                notes += _complaint(f"on_evict {_name(entry.on_evict)}", *ended)
         return tuple(notes)
 
 
-def _complaint(
-    kind: str,
-    named: Callable[..., object],
-    call: Callable[[], object],
-    seconds: float,
-    device: int | None = None,
-) -> list[str]:
-    error, late = _run(call, seconds, device)
+def _complaint(named: str, error: BaseException | None, late: str) -> list[str]:
     if error is None and not late:
         return []
-    what = f"takes longer than {seconds:g} s and goes on" if late else f"raised {error!r}"
-    line = f"{kind} {_name(named)} {what}"
+    what = f"{late} and goes on" if late else f"raised {error!r}"
+    line = f"{named} {what}"
     _log.warning("%s", line)
     return [line]
 
 
 def _run(
-    call: Callable[[], object], seconds: float, device: int | None
-) -> tuple[BaseException | None, bool]:
-    """(what it raised, whether it is still at it)."""
+    call: Callable[[], object], seconds: float, device: int | None, hurried: Hurried
+) -> tuple[BaseException | None, str]:
+    """(what it raised, why it is still at it)."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -157,9 +161,16 @@ def _run(
     try:
         thread.start()
     except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
-        return error, False
-    thread.join(seconds)
-    return (raised[0], False) if raised else (None, thread.is_alive())
+        return error, ""
+    ends = time.monotonic() + seconds
+    while thread.is_alive():
+        left = ends - time.monotonic()
+        if left <= 0:
+            return None, f"took longer than {seconds:g} s"
+        if hurried():
+            return None, "was not waited for, since the job is interrupted,"
+        thread.join(min(left, _TICK_SECONDS))
+    return (raised[0] if raised else None), ""
 
 
 def _name(call: Callable[..., object] | None) -> str:

@@ -2,7 +2,7 @@
 
 `CpuDevices` does it all with storages in host memory, so that everything above is proved without a
 GPU; `CudaDevices` is the real thing. Both are called at a safe point alone, by the one thread that
-moves memory; `register` and `unregister` by the threads that pin it.
+moves memory; `register` and `unregister` by threads of the pool that has it pinned.
 """
 
 from __future__ import annotations

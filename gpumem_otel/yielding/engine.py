@@ -29,6 +29,7 @@ from gpumem_otel.core.yields import (
 )
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.apart import run_apart
 from gpumem_otel.yielding.board import Board
 from gpumem_otel.yielding.dangers import dangers_of
 from gpumem_otel.yielding.lease import FIRST_BACK_OFF_SECONDS, Lease
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from gpumem_otel.core.yields import PhaseTime, YieldStatus
     from gpumem_otel.yielding.board import PhaseEnded
     from gpumem_otel.yielding.parts import YieldParts
+    from gpumem_otel.yielding.safepoint import Parked
 
 __all__ = ["LEASE_WAIT_SECONDS", "YieldEngine"]
 
@@ -132,9 +134,11 @@ class YieldEngine:
         Raises:
             YieldRefusedError: it can not be, and everything is as it was.
             YieldFailedError: it ended in another state, which the message names.
+            BaseException: what a signal handler raised meanwhile: it is undone first.
         """
         job = self._parts.safe_points.owner or threading.main_thread()
-        return self._now(request, who, here=job is threading.current_thread())
+        here = self._asked_here() if job is threading.current_thread() else None
+        return self._for_caller(request, who, here)
 
     def restore(self, request: RestoreRequest | None = None, who: str = "job") -> YieldReport:
         """Take memory again; returns once it is there.
@@ -142,8 +146,9 @@ class YieldEngine:
         Raises:
             YieldRefusedError: not now; it stays as it is.
             YieldFailedError: something is lost.
+            BaseException: what a signal handler raised meanwhile: it is finished first.
         """
-        return self._now(request or RestoreRequest(), who, here=False)
+        return self._for_caller(request or RestoreRequest(), who)
 
     def close(self, seconds: float) -> None:
         """The process ends, or uninstalls: nothing may be left that keeps it from it.
@@ -181,12 +186,46 @@ class YieldEngine:
 
     # operations
 
+    def _for_caller(
+        self,
+        request: YieldRequest | RestoreRequest,
+        who: str,
+        here: Callable[[], Parked] | None = None,
+    ) -> YieldReport:
+        """The operation, on a thread of ours where the main thread asks for it, see `apart`."""
+        ended = run_apart(partial(self._now, request, who, here=here), self._caller_interrupted)
+        if ended.interrupt is None:
+            return ended.result()
+        if ended.results and isinstance(request, YieldRequest) and not request.dry_run:
+            # too late to give it up, and the unwinding of the job needs its memory
+            error = run_apart(partial(self._now, RestoreRequest(), "signal"), lambda: None).error
+            if error is not None:
+                _log.warning("after an interrupt: %s", error)
+        raise ended.interrupt
+
+    def _caller_interrupted(self) -> None:
+        self.phases.cancelled = self.phases.hurried = True
+        _log.warning("interrupted: the operation comes to its end first, a yield is undone")
+
+    def _asked_here(self) -> Callable[[], Parked]:
+        """Whether the calling thread is at a safe point, said where the operation asks for it."""
+        try:
+            parked = self._parts.safe_points.here()
+        except YieldRefusedError as error:
+            refusal = error
+
+            def refuse() -> Parked:
+                raise refusal
+
+            return refuse
+        return lambda: parked
+
     def _now(
         self,
         request: YieldRequest | RestoreRequest,
         who: str,
         *,
-        here: bool,
+        here: Callable[[], Parked] | None = None,
         unless: threading.Event | None = None,
     ) -> YieldReport:
         operation_id = uuid.uuid4().hex
@@ -271,14 +310,20 @@ class YieldEngine:
         return operation
 
     def _run(
-        self, operation_id: str, request: YieldRequest | RestoreRequest, *, here: bool = False
+        self,
+        operation_id: str,
+        request: YieldRequest | RestoreRequest,
+        *,
+        here: Callable[[], Parked] | None = None,
     ) -> YieldReport:
         with self._ended_after(operation_id, request):
             if isinstance(request, RestoreRequest):
                 return self._run_restore(operation_id, request)
             return self._run_yield(operation_id, request, here=here)
 
-    def _run_yield(self, operation_id: str, request: YieldRequest, *, here: bool) -> YieldReport:
+    def _run_yield(
+        self, operation_id: str, request: YieldRequest, *, here: Callable[[], Parked] | None
+    ) -> YieldReport:
         began = False
         try:
             self.phases.prepare(request, here=here)
@@ -512,7 +557,7 @@ class YieldEngine:
         """Whether nothing more is to be done."""
         request = RestoreRequest(wait_seconds=LEASE_WAIT_SECONDS)
         try:
-            self._now(request, "lease", here=False, unless=stopped)
+            self._now(request, "lease", unless=stopped)
         except YieldRefusedError as error:
             _log.info("the lease has ended: %s", error)
         except Exception as error:
@@ -529,7 +574,7 @@ class YieldEngine:
 
     def _interrupted(self) -> None:
         """On the stopped thread: a signal handler raised there, and waits for its memory."""
-        self.phases.cancel.set()
+        self.phases.cancelled = True
         self._spawn(self._restore_for_interrupt)
 
     def _restore_for_interrupt(self) -> None:

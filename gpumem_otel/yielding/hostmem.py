@@ -195,8 +195,8 @@ class HostPool:
     Args:
         registrar: pins memory.
         piece_bytes: largest size of a piece.
-        threads: that touch; None for three of four CPUs of this process, at most 16 of them: the
-            others are for those that register and copy.
+        threads: that touch; None for as many as this process has CPUs, at most 16, of which every
+            fourth is left to those that register and copy.
         pinned_limit_bytes: pin at most so much; None for as much as the driver lets.
     """
 
@@ -212,10 +212,11 @@ class HostPool:
         self._piece_bytes = max(rounded(piece_bytes, _PAGE), _PAGE)
         self._limit = pinned_limit_bytes
         self._device = 0
-        most = threads or max(threads_of_process() * 3 // 4, 1)
+        cpus = threads_of_process()
+        most = threads or cpus - cpus // 4
         self._touchers = Workers(most, "gpumem-touch", self._first)
-        # not the thread that copies, which an interrupt could end between a call and its note, and
-        # which would find what the driver refused to pin as the error of its next kernel
+        # not the thread that copies: what the driver refused to pin would be the error of its next
+        # kernel
         self._pinner = Workers(1, "gpumem-pin", self._first)
         self._pieces: list[Piece] = []
         self._starts: list[int] = []
@@ -327,15 +328,22 @@ class HostPool:
 
     def _cut(self, keep: int) -> int:
         gone = self._pieces[keep:]
+        freed = sum(piece.size_bytes for piece in gone)
+        more_room = any(piece.pinned for piece in gone)
         del self._pieces[keep:], self._starts[keep:]
-        # where no thread can be started the interpreter ends, and the process takes all of it along
-        with contextlib.suppress(RuntimeError):
+        try:
             for piece in gone:
                 self._touchers.do(lambda piece=piece: _close(piece))  # type: ignore[misc]
+        except RuntimeError:  # no thread can be started
+            if (
+                not sys.is_finalizing()
+            ):  # then the process takes all of it along, and CUDA may be gone
+                for piece in gone:
+                    _close(piece)
         self._touchers.finish()
-        if not self._pieces:
+        if more_room or not self._pieces:
             self.why_pageable = ""
-        return sum(piece.size_bytes for piece in gone)
+        return freed
 
     def forget_parent(self) -> None:
         """In a forked child: what there is belongs to the parent, and so do the threads."""
@@ -359,9 +367,11 @@ class HostPool:
 
     def _pin(self, piece: Piece) -> None:
         piece.touched.wait()
-        if piece.error is None:
-            self._pin_within_limit(piece)
-        piece.end()
+        try:
+            if piece.error is None:
+                self._pin_within_limit(piece)
+        finally:  # whatever happens: somebody waits for it
+            piece.end()
 
     def _pin_within_limit(self, piece: Piece) -> None:
         if self._limit is not None and self.pinned_bytes + piece.size_bytes > self._limit:

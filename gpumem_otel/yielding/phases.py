@@ -58,7 +58,8 @@ class Phases:
         notes: for people.
         residual: by cause, after the last yield.
         zeroed: classes that were thrown away already when the last yield had to be undone.
-        cancel: set it to give up what can still be undone.
+        cancelled: set it to give up what can still be undone.
+        hurried: set it to wait no longer for the job's callbacks.
         on_interrupt: called on the stopped thread where a signal handler raised in it.
     """
 
@@ -81,7 +82,7 @@ class Phases:
         self.zeroed: tuple[str, ...] = ()
         self.host_bytes = self.disk_bytes = 0
         self.checksums = ""
-        self.cancel = threading.Event()
+        self.cancelled = self.hurried = False
         self.on_interrupt: Callable[[], object] = lambda: None
 
     # facts
@@ -113,11 +114,14 @@ class Phases:
         return self._ends - self._parts.clock.monotonic()
 
     def _stop(self) -> bool:
-        return self.cancel.is_set() or self.seconds_left() <= 0
+        return self.cancelled or self.seconds_left() <= 0
+
+    def _hurried(self) -> bool:
+        return self.hurried
 
     def _in_time(self, what: str) -> None:
         """Raises: YieldRefusedError: too late, or given up."""
-        if self.cancel.is_set():
+        if self.cancelled:
             raise YieldRefusedError(f"yield: given up {what}")
         if self.seconds_left() <= 0:
             deadline = self.plan.request.deadline_seconds if self.plan else None
@@ -128,13 +132,18 @@ class Phases:
     # prepare
 
     def prepare(
-        self, request: YieldRequest, *, here: bool = False, coordinated: bool = False
+        self,
+        request: YieldRequest,
+        *,
+        here: Callable[[], Parked] | None = None,
+        coordinated: bool = False,
     ) -> Plan:
         """Stop the job, look, ask, reserve. Changes no memory of the job.
 
         Args:
             request: what is asked for.
-            here: the calling thread is the job's and at a safe point.
+            here: gives the job's thread where that stands still by itself; None to wait for a safe
+                point.
             coordinated: all ranks are driven together.
 
         Raises:
@@ -145,7 +154,7 @@ class Phases:
         self.plan, self.checksums, self.zeroed = None, "", ()
         self._thrown_later = False
         self._copying_since = None
-        self.cancel.clear()
+        self.cancelled = self.hurried = False
         started = parts.clock.monotonic()
         seconds = request.deadline_seconds
         self._ends = None if seconds is None else started + seconds
@@ -190,10 +199,12 @@ class Phases:
             )
         return refusal
 
-    def _look(self, request: YieldRequest, refusal: str | None, *, here: bool) -> Plan:
+    def _look(
+        self, request: YieldRequest, refusal: str | None, *, here: Callable[[], Parked] | None
+    ) -> Plan:
         parts = self._parts
-        if here:
-            self._parked = parts.safe_points.here()
+        if here is not None:
+            self._parked = here()
         else:
             self._parked = Parked(self.on_interrupt)  # known before it stops: it is let go whatever
             parts.safe_points.park(
@@ -248,7 +259,7 @@ class Phases:
             device = self._parked.device
         else:  # nobody stands still for the driver alone
             device = min((one.device for one in self._parts.usage()), default=None)
-        self._parts.callbacks.before(device)
+        self._parts.callbacks.before(device, self._hurried)
 
     def expected_seconds(self, plan: Plan) -> float | None:
         """Of the copy, from the speed of the last one; None before there was one."""
@@ -385,7 +396,7 @@ class Phases:
             YieldRefusedError: not now; it stays as it is.
             YieldFailedError: it is lost.
         """
-        self._ends, self.lost = None, ""
+        self._ends, self.lost, self.hurried = None, "", False
         checkpoint = self._parts.checkpoint
         if checkpoint is not None and checkpoint.state != "running":
             with self._board.phase(Phase.RESTORE):
@@ -443,7 +454,7 @@ class Phases:
         self._open_gate()
         if self._callbacks_asked:
             self._callbacks_asked = False
-            self.notes += self._parts.callbacks.after()
+            self.notes += self._parts.callbacks.after(self._hurried)
 
     def let_go(self) -> None:
         """Let the thread go on, where everything is back."""

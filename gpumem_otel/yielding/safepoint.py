@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.latch import Latch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,9 +29,6 @@ __all__ = ["Parked", "SafePoints"]
 _log = named_logger("gpumem_otel.yield")
 
 _TICK_SECONDS: Final = 0.05
-_SIGNALS_SECONDS: Final = 0.5
-"""How late a signal is handled that the kernel gave to another thread: then nothing interrupts the
-wait of the main thread, which alone runs handlers. SIGCONT to a stopped process is such a one."""
 
 
 class Parked:
@@ -50,8 +48,8 @@ class Parked:
         self.device: int | None = None
         self.interrupted: BaseException | None = None
         self.stuck = False
-        self.arrived = threading.Event()
-        self.go = threading.Event()
+        self.arrived = Latch()
+        self.go = Latch()
         self.on_interrupt = on_interrupt
 
     def let_go(self) -> None:
@@ -193,7 +191,7 @@ class SafePoints:
                 self._owner = asked.thread = me
                 asked.device = device
             asked.arrived.set()
-            _wait(asked.go)
+            asked.go.wait()
         except BaseException as error:
             if asked.thread is not me:
                 raise
@@ -212,18 +210,11 @@ class SafePoints:
                 if not told and asked.on_interrupt is not None:
                     asked.on_interrupt()
                     told = True
-                _wait(asked.go)
+                asked.go.wait()
             except BaseException as again:  # noqa: PERF203 - waits, and is seldom interrupted
                 if asked.stuck:
                     _log.error("%s: the job goes on WITHOUT its memory", type(again).__name__)
                     raise
-
-
-def _wait(event: threading.Event) -> None:
-    # in slices: a signal that the kernel gave to another thread wakes nobody, and its handler
-    # runs when this one has a turn
-    while not event.wait(_SIGNALS_SECONDS):
-        pass
 
 
 def _current_device() -> int | None:

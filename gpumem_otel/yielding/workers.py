@@ -5,6 +5,7 @@ Not `concurrent.futures`, whose threads the interpreter waits for when it ends.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from typing import TYPE_CHECKING
@@ -39,7 +40,7 @@ class Workers:
         self._ends = False
 
     def do(self, job: Callable[[], None]) -> None:
-        """Have it done; it must not raise.
+        """Have it done; what it raises is logged.
 
         Raises:
             RuntimeError: there is no thread, and none can be started.
@@ -103,5 +104,9 @@ class Workers:
                     self._changed.wait()
                     self._idle -= 1
                 job = self._jobs.popleft()
-            job()
+            try:
+                job()
+            except BaseException as error:  # the next ones are waited for too
+                with contextlib.suppress(Exception):  # the job's handlers and filters
+                    _log.warning("a thread of ours: %r", error)
             del job  # holds what it was given

@@ -102,8 +102,9 @@ def test_all_kinds_reach_a_server(torch, job, start):
                 break
         else:
             pytest.fail("the peak is not that of weights and one batch")
-        torch.allocators[0].alloc(50_000, (FRAME,))  # a leak: growth shows it
-        for _ in range(600):  # a busy machine has many pushes of before still to tell of
+        for number in range(600):  # a busy machine has many pushes of before still to tell of
+            if number % 100 == 0:  # and may drop the one push that would have told of it
+                torch.allocators[0].alloc(50_000, (FRAME,))  # a leak: growth shows it
             assert server.pushed.acquire(timeout=20)
             if total(server.url, "job", kind_of("growth")) >= 49_664:
                 break

@@ -12,9 +12,11 @@ import mmap
 import os
 import queue
 import random
+import signal
 import threading
 import weakref
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -222,6 +224,49 @@ def test_discarded_optimizer_state_is_zero_and_weights_are_untouched(rig):
         if tensor_class == "optimizer_state":
             assert not tensor.any()
     assert rig.job.tied.data_ptr() == rig.job.model[0].weight.data_ptr()
+
+
+class AlarmError(Exception):
+    """What the handler raises."""
+
+
+def test_signals_at_any_moment_change_no_bit_and_leave_nothing_behind(rig, monkeypatch):
+    """Real ones, of which some come when it is all over: those end in the test's own line."""
+
+    def handler(number, frame):
+        if armed:
+            armed.clear()
+            raise AlarmError
+
+    armed, hits = [], []
+    pinned, devices = set(), rig.offload._devices
+    monkeypatch.setattr(devices, "register", lambda at, size, device: pinned.add(at) or "")
+    monkeypatch.setattr(devices, "unregister", pinned.remove)
+    chance, before = random.Random(3), signal.signal(signal.SIGALRM, handler)
+    expected = never_yields(80)
+    request = replace(TENSORS, release_host=True)  # so that each pins anew
+    try:
+        for turn in range(80):
+            rig.job.step()
+            for call in (partial(rig.engine.yield_, request), rig.engine.restore):
+                try:
+                    armed.append(turn)
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, 2e-2))
+                    call()
+                except AlarmError:
+                    hits.append(turn)
+                armed.clear()
+            if rig.engine.status.state is YieldState.YIELDED:
+                rig.engine.restore()
+            assert rig.engine.status.state is YieldState.RUNNING
+            assert (rig.job.empty, rig.pool.capacity_bytes, pinned) == (0, 0, set())
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert rig.job.losses == expected
+    assert len(hits) > 10
+    ours = ("gpumem-pin", "gpumem-touch", "gpumem-copy")
+    assert not [t for t in threading.enumerate() if t.name.startswith(ours)]
 
 
 @pytest.mark.parametrize("where", ["empty", "empty_cache"])

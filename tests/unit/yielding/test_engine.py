@@ -406,7 +406,9 @@ def test_more_than_one_rank_is_refused_at_every_level(level):
     with pytest.raises(YieldRefusedError, match=r"2 ranks.*not part of this version"):
         world.engine.yield_(YieldRequest(level=level))
     assert world.finder.asked == []
-    world.engine.phases.prepare(YieldRequest(level=level), here=True, coordinated=True)
+    world.engine.phases.prepare(
+        YieldRequest(level=level), here=world.safe_points.here, coordinated=True
+    )
     world.engine.phases.rollback()
     assert world.all_on_device
 

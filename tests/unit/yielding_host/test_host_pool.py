@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import logging
 import mmap
 import os
 import subprocess
@@ -30,17 +31,22 @@ class Driver:
         self.asked = 0
         self.gate = None
         self.entered = threading.Event()
+        self.inside = self.at_once = 0
         self.lock = threading.Lock()
 
     def use(self, device):
         self.used.add(device)
 
     def register(self, address, size_bytes, device):
+        with self.lock:
+            self.inside += 1
+            self.at_once = max(self.at_once, self.inside)
         self.entered.set()
         if self.gate is not None:
             self.gate.wait(20)
         with self.lock:
             self.asked += 1
+            self.inside -= 1
             if self.refuse_from is not None and len(self.pinned) >= self.refuse_from:
                 return "the driver says no"
             self.pinned[address] = (size_bytes, device)
@@ -223,29 +229,114 @@ def test_who_waits_for_a_piece_that_is_dropped_is_told(make, monkeypatch):
         gate.wait(20)
 
     monkeypatch.setattr("gpumem_otel.yielding.hostmem._populate", touch)
-    pool = make(piece_bytes=MIB)
+    pool = make()
     pool.grow_to(20 * MIB, 0)
-    told = []
+    last, told = pool.piece_at(19 * MIB), []
 
     def wait():
-        try:
-            pool.wait_for(pool.piece_at(19 * MIB))
-        except YieldRefusedError as error:
-            told.append(str(error))
+        with pytest.raises(YieldRefusedError) as error:
+            pool.wait_for(last)
+        told.append(str(error.value))
 
     assert began.wait(20)
-    last = pool.piece_at(19 * MIB)
     waits = threading.Thread(target=wait)
     waits.start()
     threading.Timer(0.05, gate.set).start()
     pool.stop()
     waits.join(20)
-    assert not waits.is_alive()
-    assert last.ready.is_set()
-    assert told == [
-        "host memory: 1 MiB could not be had (InterruptedError: given up); nothing was moved"
-    ]
+    reason = "host memory: 1 MiB could not be had (InterruptedError: given up); nothing was moved"
+    assert told == [reason]
     assert pool.capacity_bytes == 0
+
+
+def test_one_piece_is_registered_at_a_time_and_what_waits_is_dropped(make, driver):
+    """The driver does no two at once, and who registers ahead keeps the copies from it."""
+    driver.gate = threading.Event()
+    pool = make()
+    pool.grow_to(3 * MIB, 0)
+    first, *others = (pool.piece_at(at) for at in range(0, 3 * MIB, MIB))
+    told = []
+
+    def wait(piece):
+        try:
+            pool.wait_for(piece)
+        except YieldRefusedError as error:
+            told.append(str(error))
+
+    waits = [threading.Thread(target=wait, args=(piece,)) for piece in (first, *others)]
+    waits[0].start()
+    assert driver.entered.wait(20)
+    for one in waits[1:]:
+        one.start()
+    while not all(piece.asked for piece in others):
+        assert any(one.is_alive() for one in waits[1:])
+    threading.Timer(0.05, driver.gate.set).start()
+    pool.stop()
+    for one in waits:
+        one.join(20)
+    assert driver.at_once == 1
+    assert list(driver.pinned) == [first.address]
+    assert [line.partition("(")[2] for line in told] == [
+        "InterruptedError: given up); nothing was moved"
+    ] * 2
+    assert pool.capacity_bytes == MIB
+
+
+def test_without_a_thread_who_waits_is_told_and_memory_is_given_back(make, driver, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    pool = make()
+    pool.grow_to(2 * MIB, 0)
+    pool.wait_for(pool.piece_at(0))
+    pool.settle()
+    assert len(driver.pinned) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(YieldRefusedError, match="can't start new thread"):
+            pool.wait_for(pool.piece_at(MIB))
+        assert pool.give_back() == MIB
+    assert driver.pinned == {}
+
+
+def test_what_could_not_be_touched_is_not_pinned(make, driver, monkeypatch):
+    def touch(address, size_bytes):
+        raise MemoryError
+
+    monkeypatch.setattr("gpumem_otel.yielding.hostmem._populate", touch)
+    pool = make()
+    pool.grow_to(MIB, 0)
+    with pytest.raises(YieldRefusedError, match="MemoryError"):
+        pool.wait_for(pool.piece_at(0))
+    assert driver.asked == 0
+
+
+def test_a_log_filter_that_raises_stops_nobody(make, driver):
+    def refuse(record):
+        raise ValueError("a filter of the job")
+
+    log = logging.getLogger("gpumem_otel.yielding")
+    log.addFilter(refuse)
+    try:
+        driver.refuse_from = 0
+        pool = make()
+        pool.grow_to(3 * MIB, 0)
+        found = pieces(pool)
+    finally:
+        log.removeFilter(refuse)
+    assert not any(piece.pinned for piece in found)
+    assert pool.why_pageable == "the driver says no"
+
+
+def test_what_is_given_back_makes_room_for_pinning(make):
+    pool = make(pinned_limit_bytes=2 * MIB)
+    pool.grow_to(3 * MIB, 0)
+    pieces(pool)
+    assert "limit" in pool.why_pageable
+    assert pool.give_back(keep_bytes=MIB) == 2 * MIB
+    assert pool.why_pageable == ""
+    pool.grow_to(2 * MIB, 0)
+    assert [piece.pinned for piece in pieces(pool)] == [True, True]
 
 
 def test_memory_that_is_not_there_is_refused_and_dropped(make, monkeypatch):
@@ -290,7 +381,11 @@ def test_a_forked_child_has_none_of_it(make):
     (piece,) = pieces(pool)
     child = os.fork()
     if not child:
-        os._exit(1 if is_mapped(piece.address) or pool.capacity_bytes else 0)
+        if is_mapped(piece.address) or pool.capacity_bytes:
+            os._exit(1)
+        pool.grow_to(MIB, 0)  # with threads of its own
+        pool.wait_for(pool.piece_at(0))
+        os._exit(0 if pool.pinned_bytes == MIB else 2)
     assert os.waitpid(child, 0)[1] == 0
 
 

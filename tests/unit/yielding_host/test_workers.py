@@ -68,6 +68,19 @@ def test_threads_that_can_not_be_set_up_work_all_the_same(caplog):
     assert "no such device" in caplog.text
 
 
+@pytest.mark.parametrize("error", [ValueError("job"), SystemExit(3)])
+def test_a_job_that_raises_is_logged_and_the_next_is_done(caplog, error):
+    def job():
+        raise error
+
+    workers, done = Workers(1, "gpumem-test"), []
+    workers.do(job)
+    workers.do(lambda: done.append("next"))
+    assert workers.finish() == 0
+    assert done == ["next"]
+    assert caplog.text.count(repr(error)) == 1
+
+
 def test_without_a_thread_a_job_is_refused_and_not_kept(monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")

@@ -1,0 +1,127 @@
+"""Signals that reach the main thread while it waits for its own command."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+from support.yield_parts import World
+
+from gpumem_otel.core.yields import OperationState, RestoreRequest, YieldLevel, YieldRequest
+from gpumem_otel.core.yields import YieldState as State
+
+TENSORS = YieldRequest(level=YieldLevel.TENSORS)
+
+
+def interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def until_told(world: World) -> None:
+    while not world.engine.phases.cancelled:
+        threading.Event().wait(0.01)
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def test_no_line_of_an_operation_runs_on_the_main_thread(world):
+    threads = set()
+    world.offload.during_copy = lambda: threads.add(threading.current_thread())
+    find = world.finder.find
+    world.finder.find = lambda **more: (threads.add(threading.current_thread()), find(**more))[1]
+    world.engine.yield_(TENSORS)
+    assert world.engine.phases.parked.thread is threading.main_thread()
+    world.engine.restore()
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def test_a_yield_that_is_interrupted_is_given_up_and_undone(world):
+    def during_copy():
+        interrupt()
+        until_told(world)
+        world.offload.during_copy = lambda: None
+
+    world.offload.during_copy = during_copy
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(TENSORS)
+    status = world.engine.status
+    assert status.state is State.RUNNING
+    assert status.operation.state is OperationState.FAILED
+    assert "stopped" in status.operation.error
+    assert world.all_on_device
+    assert world.engine.phases.parked is None
+    world.engine.yield_(TENSORS)
+    world.engine.restore()
+
+
+def test_a_yield_that_had_succeeded_is_restored_for_the_unwinding(world):
+    def speaks(parked):  # the last that is done
+        interrupt()
+        until_told(world)
+
+    world.safe_points.speaks = speaks
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(TENSORS)
+    status = world.engine.status
+    assert (status.state, status.operation.kind) == (State.RUNNING, "restore")
+    assert status.operation.who == "signal"
+    assert world.all_on_device
+
+
+def test_a_dry_run_that_is_interrupted_restores_nothing(world):
+    find = world.finder.find
+
+    def interrupted(**more):
+        interrupt()
+        return find(**more)
+
+    world.finder.find = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(YieldRequest(level=YieldLevel.TENSORS, dry_run=True))
+    assert world.engine.status.state is State.RUNNING
+    assert world.engine.status.operation.kind == "yield"
+
+
+def test_a_restore_that_is_interrupted_is_finished_first(world):
+    world.engine.yield_(TENSORS)
+    copy_back = world.offload.copy_back
+
+    def interrupted(*arguments):
+        interrupt()
+        until_told(world)
+        return copy_back(*arguments)
+
+    world.offload.copy_back = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.restore(RestoreRequest(wait_seconds=5.0))
+    status = world.engine.status
+    assert (status.state, status.operation.state) == (State.RUNNING, OperationState.DONE)
+    assert world.all_on_device
+
+
+def test_a_callback_that_goes_on_is_not_waited_for(world):
+    go, threads = threading.Event(), []
+
+    def slow():
+        threads.append(threading.current_thread())
+        interrupt()
+        go.wait(30)
+
+    world.callbacks.add(slow, None, None, 25.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            world.engine.yield_(TENSORS)
+        status = world.engine.status
+        assert status.operation.error.endswith(
+            "slow was not waited for, since the job is interrupted,; nothing was moved"
+        )
+        assert threads[0].is_alive()
+    finally:
+        go.set()
+    threads[0].join(20)
+    assert world.all_on_device

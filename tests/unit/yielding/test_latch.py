@@ -1,0 +1,76 @@
+"""An event that what a signal handler raises can not break."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from gpumem_otel.yielding.latch import Latch
+
+
+def test_it_opens_for_all_who_wait_and_for_all_who_come_later():
+    latch, told = Latch(), []
+    waits = [threading.Thread(target=lambda: told.append(latch.wait(20))) for _ in range(8)]
+    for one in waits:
+        one.start()
+    assert not latch.is_set()
+    latch.set()
+    for one in waits:
+        one.join(20)
+    assert told == [True] * 8
+    assert latch.is_set()
+    latch.set()
+    assert latch.wait() is latch.wait(0.0) is True
+
+
+def test_a_wait_that_is_too_short_says_so():
+    latch = Latch()
+    assert latch.wait(0.01) is False
+    assert latch.wait(0.0) is False
+    latch.set()
+    assert latch.wait(0.0) is True
+
+
+class AlarmError(Exception):
+    """What the handler raises."""
+
+
+def test_an_interrupted_wait_leaves_it_as_it_was():
+    """Hundreds of real signals, in whichever line they hit."""
+
+    def handler(number, frame):
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    hits, go, over = 0, threading.Semaphore(0), threading.Event()
+    latches: list[Latch] = []
+
+    def opens() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})  # the main thread's
+        while go.acquire() and not over.is_set():
+            latches[-1].set()
+
+    thread = threading.Thread(target=opens, daemon=True)
+    thread.start()
+    try:
+        for turn in range(500):
+            latch = Latch()
+            latches.append(latch)
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 2e-5 + turn % 40 * 1e-6)
+                while not latch.wait(5.0):
+                    pytest.fail("the alarm never came")
+            except AlarmError:
+                hits += 1
+            go.release()
+            assert latch.wait(20), f"turn {turn}"
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        over.set()
+        go.release()
+    assert hits == 500
+    thread.join(20)
+    assert not thread.is_alive()
