@@ -22,7 +22,6 @@ from gpumem_otel.core.yields import (
     Operation,
     OperationState,
     RestoreRequest,
-    YieldLevel,
     YieldReport,
     YieldRequest,
     YieldState,
@@ -31,9 +30,9 @@ from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.apart import run_apart
 from gpumem_otel.yielding.board import Board
-from gpumem_otel.yielding.dangers import dangers_of
 from gpumem_otel.yielding.lease import FIRST_BACK_OFF_SECONDS, Lease
 from gpumem_otel.yielding.phases import Phases
+from gpumem_otel.yielding.reports import dry_report, restore_report, yield_report
 from gpumem_otel.yielding.wording import asks_same, kind_of, less_of, line_of, way_on
 
 if TYPE_CHECKING:
@@ -328,14 +327,14 @@ class YieldEngine:
         try:
             self.phases.prepare(request, here=here)
             if request.dry_run:
-                report = self._report("", YieldState.RUNNING)
+                report = dry_report(self.phases, self._parts, self._environ)
                 self.phases.rollback()
                 self._end(operation_id, OperationState.DONE, report=report)
                 return report
             began = True
             self.phases.release()
             self.phases.checkpoint()
-            report = self._report(operation_id, YieldState.YIELDED)
+            report = yield_report(operation_id, self.phases, self._parts, self._environ)
             self._parts.safe_points.speaks(self.phases.parked)
             lease = request.lease_seconds
             expiry = 0 if lease is None else self._clock.time_ns() + round(lease * 1e9)
@@ -424,17 +423,12 @@ class YieldEngine:
             phases.notes.append(f"still away: {away}")
         else:
             self._lease.stop()
-        report = YieldReport(
-            operation=operation_id,
-            state=state,
-            level=phases.plan.level if phases.plan is not None else YieldLevel.AUTO,
-            phases=tuple(phases.times),
+        report = restore_report(
+            operation_id,
+            phases,
+            state,
             moved_bytes=less_of(held, offload.held_bytes),
             discarded_bytes=less_of(thrown, offload.discarded_bytes),
-            host_bytes=phases.host_bytes,
-            disk_bytes=phases.disk_bytes,
-            checksums=phases.checksums,
-            notes=tuple(phases.notes),
         )
         self._end(operation_id, OperationState.DONE, report=report, reason="")
         if interrupt is not None:
@@ -523,33 +517,6 @@ class YieldEngine:
             self._parts.offload.close()
         except Exception:
             _log.warning("host memory could not be given back", exc_info=True)
-
-    def _report(self, operation_id: str, state: YieldState) -> YieldReport:
-        phases, plan = self.phases, self.phases.plan
-        if plan is None:
-            return YieldReport(operation=operation_id, state=state)
-        offload = self._parts.offload
-        away = bool(operation_id)
-        moved = offload.held_bytes if away else plan.moved_bytes
-        return YieldReport(
-            operation=operation_id,
-            state=state,
-            level=plan.level,
-            phases=tuple(phases.times),
-            moved_bytes=MappingProxyType(dict(moved)),
-            discarded_bytes=MappingProxyType(plan.discarded_bytes),
-            residual_bytes=MappingProxyType(dict(phases.residual)),
-            host_bytes=phases.host_bytes,
-            disk_bytes=phases.disk_bytes,
-            expected_seconds=None if away else phases.expected_seconds(plan),
-            dangers=dangers_of(
-                self._environ,
-                now_ns=self._clock.time_ns(),
-                world_size=self._parts.world_size(),
-                lease_seconds=plan.request.lease_seconds,
-            ),
-            notes=tuple(phases.notes),
-        )
 
     # by itself
 
