@@ -419,6 +419,43 @@ def test_a_signal_handler_that_raises_while_the_job_stands_still(jobs):
     assert (told["state"], told["right"], told["whole"]) == ("running", True, True)
 
 
+@pytest.mark.parametrize(("level", "spread_seconds"), [("tensors", 0.5), ("auto", 3.0)])
+def test_signals_at_any_moment_of_the_jobs_own_calls(jobs, level, spread_seconds):
+    """What a handler raises ends the call, and every byte is where it was."""
+    told = jobs.run(f"""
+        import random
+        class Alarm(Exception):
+            pass
+        armed, hits = [], {{"yield_memory": 0, "restore": 0}}
+        def handler(number, frame):
+            if armed:
+                armed.clear()
+                raise Alarm
+        signal.signal(signal.SIGALRM, handler)
+        chance = random.Random(5)
+        job = Training(extra=2 << 30)
+        job.steps(2)
+        for turn in range(8):
+            asked = [(gpumem_otel.yield_memory, dict(level={level!r}, release_host=turn % 2 == 0)),
+                     (gpumem_otel.restore, {{}})]
+            for call, options in asked:
+                try:
+                    armed.append(turn)
+                    signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, {spread_seconds}))
+                    call(**options)
+                except Alarm:
+                    hits[call.__name__] += 1
+                armed.clear()
+            if state() == "yielded":
+                gpumem_otel.restore()
+            assert state() == "running", state()
+            job.step()
+        tell(hits=hits, as_never=job.as_never())
+    """)
+    assert told["as_never"]
+    assert told["hits"]["yield_memory"] > 0
+
+
 @pytest.mark.parametrize("pause", [0.0, 5.0])
 def test_stopped_and_continued_as_slurm_does(jobs, tmp_path, pause):
     """Inside the grace the memory goes first; where no safe point fits into it nothing is moved."""
