@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass, field
 
 from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.yields import Found, Movable, Phase, PhaseTime
+from gpumem_otel.core.yields import Found, Movable, OperationState, Phase, PhaseTime
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.export.clock import SystemClock
 from gpumem_otel.yielding.callbacks import Callbacks
@@ -321,6 +321,14 @@ class World:
     @property
     def all_on_device(self) -> bool:
         return all(one.device == one.content for one in self.storages)
+
+
+def ended(world: World, operation_id: str):
+    """Wait until an operation has ended."""
+    engine = world.engine
+    while engine.operation(operation_id).state is OperationState.RUNNING:
+        engine.wait(engine.status.version, 5.0)
+    return engine.operation(operation_id)
 
 
 class LoopingJob:

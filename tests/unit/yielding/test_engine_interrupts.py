@@ -8,8 +8,13 @@ import threading
 import pytest
 from support.yield_parts import World
 
-from gpumem_otel.core.yields import OperationState, RestoreRequest, YieldLevel, YieldRequest
-from gpumem_otel.core.yields import YieldState as State
+from gpumem_otel.core.yields import (
+    OperationState,
+    RestoreRequest,
+    YieldLevel,
+    YieldRequest,
+    YieldState,
+)
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 
@@ -50,7 +55,7 @@ def test_a_yield_that_is_interrupted_is_given_up_and_undone(world):
     with pytest.raises(KeyboardInterrupt):
         world.engine.yield_(TENSORS)
     status = world.engine.status
-    assert status.state is State.RUNNING
+    assert status.state is YieldState.RUNNING
     assert status.operation.state is OperationState.FAILED
     assert "stopped" in status.operation.error
     assert world.all_on_device
@@ -68,7 +73,7 @@ def test_a_yield_that_had_succeeded_is_restored_for_the_unwinding(world):
     with pytest.raises(KeyboardInterrupt):
         world.engine.yield_(TENSORS)
     status = world.engine.status
-    assert (status.state, status.operation.kind) == (State.RUNNING, "restore")
+    assert (status.state, status.operation.kind) == (YieldState.RUNNING, "restore")
     assert status.operation.who == "signal"
     assert world.all_on_device
 
@@ -83,7 +88,7 @@ def test_a_dry_run_that_is_interrupted_restores_nothing(world):
     world.finder.find = interrupted
     with pytest.raises(KeyboardInterrupt):
         world.engine.yield_(YieldRequest(level=YieldLevel.TENSORS, dry_run=True))
-    assert world.engine.status.state is State.RUNNING
+    assert world.engine.status.state is YieldState.RUNNING
     assert world.engine.status.operation.kind == "yield"
 
 
@@ -100,7 +105,7 @@ def test_a_restore_that_is_interrupted_is_finished_first(world):
     with pytest.raises(KeyboardInterrupt):
         world.engine.restore(RestoreRequest(wait_seconds=5.0))
     status = world.engine.status
-    assert (status.state, status.operation.state) == (State.RUNNING, OperationState.DONE)
+    assert (status.state, status.operation.state) == (YieldState.RUNNING, OperationState.DONE)
     assert world.all_on_device
 
 
@@ -125,3 +130,32 @@ def test_a_callback_that_goes_on_is_not_waited_for(world):
         go.set()
     threads[0].join(20)
     assert world.all_on_device
+
+
+# raised within an operation, as where no thread can be started and it is done right here
+
+WITHIN_FREE = ("free", "free within", "free at its end")
+
+
+@pytest.mark.parametrize("call", ["restore", "copy_back", "copy_back within", "verify"])
+def test_a_restore_in_which_something_raises_one_is_finished_first(call):
+    world = World()
+    world.engine.yield_(YieldRequest(verify=True))
+    world.faults.now[call] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.restore()
+    assert world.engine.status.state is YieldState.RUNNING
+    assert world.all_on_device
+    assert world.engine.status.operation.state is OperationState.DONE
+
+
+@pytest.mark.parametrize("call", ["find", "admit", "copy_out", *WITHIN_FREE, "checkpoint"])
+def test_a_yield_in_which_something_raises_one_is_undone_first(call):
+    world = World()
+    world.faults.now[call] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(YieldRequest())
+    assert world.engine.status.state is YieldState.RUNNING
+    assert world.all_on_device
+    world.engine.yield_(YieldRequest())
+    world.engine.restore()
