@@ -8,8 +8,6 @@ everything is back.
 
 from __future__ import annotations
 
-import threading
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,30 +15,25 @@ from typing import TYPE_CHECKING, Any
 from gpumem_otel.core.yields import Phase, PhaseTime, YieldLevel, YieldState
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.driverpart import DriverPart
 from gpumem_otel.yielding.garbage import uncollected
 from gpumem_otel.yielding.plan import Plan, check_request, make_plan, probable_part
 from gpumem_otel.yielding.residual import foreign_bytes, residual_of
 from gpumem_otel.yielding.safepoint import Parked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from gpumem_otel.core.yields import RestoreRequest, YieldRequest
     from gpumem_otel.yielding.board import Board
     from gpumem_otel.yielding.parts import YieldParts
-    from gpumem_otel.yielding.seams import Checkpointing
 
-__all__ = ["GATE_SECONDS", "ROLLBACK_SECONDS", "Phases"]
+__all__ = ["ROLLBACK_SECONDS", "Phases"]
 
 _log = named_logger("gpumem_otel.yield")
 
 ROLLBACK_SECONDS = 30.0
 """How long undoing waits for device memory that was just given back."""
-
-GATE_SECONDS = 5.0
-"""How long the driver waits for our own reads to end."""
-
-_NO_DRIVER = "the driver's checkpoint is not part of this process"
 
 
 class Phases:
@@ -66,10 +59,10 @@ class Phases:
     def __init__(self, parts: YieldParts, board: Board) -> None:
         self._parts = parts
         self._board = board
+        self._driver = DriverPart(parts)
         self._parked: Parked | None = None
         self._freed = False
         self._admitted = False
-        self._gate_closed = False
         self._callbacks_asked = False
         self._thrown_later = False
         self._ends: float | None = None
@@ -89,7 +82,7 @@ class Phases:
 
     def where(self) -> YieldState:
         """RUNNING, YIELDED or FAILED, by what the host and the driver hold."""
-        driver = self._driver_state()
+        driver = self._driver.state
         if driver == "failed" or self.lost:
             return YieldState.FAILED
         return YieldState.YIELDED if self._freed or driver != "running" else YieldState.RUNNING
@@ -99,9 +92,6 @@ class Phases:
         """The thread that stands still for it, None where none does."""
         parked = self._parked
         return parked if parked is not None and parked.thread is not None else None
-
-    def _driver_state(self) -> str:
-        return "running" if self._parts.checkpoint is None else self._parts.checkpoint.state
 
     def _away(self) -> bool:
         offload = self._parts.offload
@@ -160,7 +150,7 @@ class Phases:
         self._ends = None if seconds is None else started + seconds
         with self._board.phase(Phase.PREPARE):
             self._refuse_at_once(request, coordinated=coordinated)
-            refusal = self._driver_refusal(request)
+            refusal = self._driver.refusal(request)
             if request.level is YieldLevel.PROCESS:
                 plan = Plan(request=request, level=request.level, driver=True)
                 if not request.dry_run:
@@ -187,17 +177,6 @@ class Phases:
         why = self._parts.why_not_now()
         if why:
             raise YieldRefusedError(f"yield: {why}; try again")
-
-    def _driver_refusal(self, request: YieldRequest) -> str | None:
-        if request.level is YieldLevel.TENSORS:
-            return None
-        checkpoint = self._parts.checkpoint
-        refusal = _NO_DRIVER if checkpoint is None else checkpoint.refusal()
-        if refusal and request.level is YieldLevel.PROCESS:
-            raise YieldRefusedError(
-                f"yield: the driver would not bring this process back: {refusal}"
-            )
-        return refusal
 
     def _look(
         self, request: YieldRequest, refusal: str | None, *, here: Callable[[], Parked] | None
@@ -282,10 +261,11 @@ class Phases:
         with self._board.phase(Phase.RELEASE):
             started = self._parts.clock.monotonic()
             size = 0
-            with self._driver_made_ready(plan):
+            with self._driver.made_ready(wanted=plan.driver) as errors:
                 if plan.movables:
                     size = offload.copy_out(self._board.progress, self._stop).size_bytes
-            plan = self._planned()
+            if errors:
+                plan = self._without_driver(plan, errors[0])
             self._in_time("while it was copied to the host")
             if not plan.movables:
                 self._freed = not plan.driver  # nothing to free: it stands still all the same
@@ -303,32 +283,13 @@ class Phases:
         self.times.append(PhaseTime(Phase.RELEASE, ended - started, size, moving))
         self._hold_account(plan)
 
-    @contextmanager
-    def _driver_made_ready(self, plan: Plan) -> Iterator[None]:
-        """The driver's helper starts beside the copy, and is known to work before anything goes."""
-        checkpoint = self._parts.checkpoint
-        if not plan.driver or checkpoint is None:
-            yield
-            return
-        errors: list[BaseException] = []
-
-        def prepare() -> None:
-            try:
-                checkpoint.prepare()
-            except BaseException as error:  # whatever it is: it is not ready
-                errors.append(error)
-
-        thread = threading.Thread(target=prepare, name="gpumem-otel-keeper", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            thread.join()
-        if errors and plan.level is not YieldLevel.AUTO:
-            raise errors[0]
-        if errors:
-            self.notes.append(f"tensors alone, the context stays: {errors[0]}")
-            self.plan = replace(plan, driver=False, level=YieldLevel.TENSORS)
+    def _without_driver(self, plan: Plan, error: BaseException) -> Plan:
+        """Its helper does not work, which is known before anything goes."""
+        if plan.level is not YieldLevel.AUTO:
+            raise error
+        self.notes.append(f"tensors alone, the context stays: {error}")
+        self.plan = replace(plan, driver=False, level=YieldLevel.TENSORS)
+        return self.plan
 
     def checkpoint(self) -> None:
         """The driver takes what is left, where that is planned; nothing can be refused afterwards.
@@ -337,20 +298,20 @@ class Phases:
             YieldRefusedError: the driver did not, and the process is as before this phase.
             YieldFailedError: the driver lost it.
         """
-        plan, checkpoint = self._planned(), self._parts.checkpoint
-        if plan.driver and checkpoint is not None:
-            self._checkpoint(plan, checkpoint)
+        plan = self._planned()
+        if plan.driver:
+            self._checkpoint(plan)
         if self._thrown_later:
             self._parts.offload.discard(plan.request.discard)
 
-    def _checkpoint(self, plan: Plan, checkpoint: Checkpointing) -> None:
+    def _checkpoint(self, plan: Plan) -> None:
         with self._board.phase(Phase.CHECKPOINT):
             if not plan.movables:
                 self._hold_account(plan)
-            self._close_gate()
+            self._driver.close_gate()
             left = self.seconds_left()
             self._in_time("before the driver began")
-            done = checkpoint.lock_and_checkpoint(
+            done = self._driver.take(
                 left if left != float("inf") else 600.0, plan.request.lease_seconds
             )
         self.times.append(done)
@@ -371,22 +332,6 @@ class Phases:
             raise YieldRefusedError("yield: nothing was prepared; prepare first")
         return self.plan
 
-    def _close_gate(self) -> None:
-        gate = self._parts.gate
-        if gate is None:
-            return
-        self._gate_closed = True
-        if not gate.close(GATE_SECONDS):
-            raise YieldRefusedError(
-                f"yield: a read of ours did not end within {GATE_SECONDS:g} s; try again"
-            )
-
-    def _open_gate(self) -> None:
-        gate, closed = self._parts.gate, self._gate_closed
-        if gate is not None and closed and self._driver_state() == "running":
-            self._gate_closed = False
-            gate.open()
-
     # restore, reload, verify
 
     def restore(self, request: RestoreRequest) -> None:
@@ -397,11 +342,11 @@ class Phases:
             YieldFailedError: it is lost.
         """
         self._ends, self.lost, self.hurried = None, "", False
-        checkpoint = self._parts.checkpoint
-        if checkpoint is not None and checkpoint.state != "running":
+        if self._driver.state != "running":
             with self._board.phase(Phase.RESTORE):
-                self.times.append(checkpoint.restore(request.wait_seconds))
-        self._open_gate()
+                took = self._driver.restore(request.wait_seconds)
+            self.times += [took] if took is not None else []
+        self._driver.open_gate()
 
     def reload(self, request: RestoreRequest) -> None:
         """Allocate on the device, copy back.
@@ -451,7 +396,7 @@ class Phases:
             return
         if self.plan is not None:  # it would keep the storages alive that the job lets go of
             self.plan = replace(self.plan, movables=(), kept=(), found=None)
-        self._open_gate()
+        self._driver.open_gate()
         if self._callbacks_asked:
             self._callbacks_asked = False
             self.notes += self._parts.callbacks.after(self._hurried)
@@ -477,14 +422,11 @@ class Phases:
             What could not be undone, "" where everything was.
         """
         errors: list[str] = []
-        checkpoint, offload = self._parts.checkpoint, self._parts.offload
+        driver, offload = self._driver, self._parts.offload
         self.zeroed = tuple(sorted({*offload.discarded_bytes, *offload.zeroed}))
-        if checkpoint is not None and checkpoint.state in {"locked", "checkpointed"}:
-            self._undo(errors, partial(checkpoint.restore, ROLLBACK_SECONDS))
-        elif checkpoint is not None and checkpoint.state == "running":
-            self._undo(errors, checkpoint.close)  # what was made ready, and has nothing to do
-        self._undo(errors, self._open_gate)
-        if self._freed and self._driver_state() == "running":
+        self._undo(errors, partial(driver.undo, ROLLBACK_SECONDS))
+        self._undo(errors, driver.open_gate)
+        if self._freed and driver.state == "running":
             back: Any = partial(
                 offload.copy_back, None, ROLLBACK_SECONDS, self._board.progress, lambda: False
             )

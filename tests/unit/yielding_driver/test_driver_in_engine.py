@@ -123,7 +123,7 @@ def test_a_helper_that_can_not_be_started_is_named_in_the_refusal_and_in_the_not
 
 
 def test_a_reader_that_does_not_leave_refuses(world, device, monkeypatch):
-    monkeypatch.setattr("gpumem_otel.yielding.phases.GATE_SECONDS", 0.01)
+    monkeypatch.setattr("gpumem_otel.yielding.driverpart.GATE_SECONDS", 0.01)
     world.gate.enter()
     with pytest.raises(YieldRefusedError, match="a read of ours did not end"):
         world.engine.yield_(PROCESS)
