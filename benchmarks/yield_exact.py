@@ -13,7 +13,7 @@ The file is rewritten after every pair of processes and read again at the start:
 call it again, and it goes on with new seeds until each job has had its yields. `--table FILE`
 prints what a file holds. `--way idle` does nothing at the chosen steps and `--way corrupt` flips
 one bit instead: with them and `--device cpu` the comparison itself is shown to work, and then exit
-code 1 is right for `corrupt`. Yields themselves need a GPU.
+code 1 is right for `corrupt`; 2 says that a process did not end. Yields themselves need a GPU.
 """
 
 from __future__ import annotations
@@ -212,7 +212,10 @@ def table(held: dict[str, Any]) -> str:
             levels[level] = levels.get(level, 0) + count
         commands = sum(count for kind, count in sums.items() if kind.startswith("command"))
         wrong = [run for run in runs if not run["equal"] or run.get("unexpected")]
+        broken = [run for run in runs if "error" in run]
         verdict = "bit for bit" if not wrong else f"**{len(wrong)} of {len(runs)} runs are not**"
+        if broken:  # nothing was compared
+            verdict = f"**{len(broken)} of {len(runs)} runs did not end**"
         listed = ", ".join(f"{level} {count}" for level, count in sorted(levels.items()))
         not_done = ", ".join(f"{level} {count}" for level, count in sorted(refused.items()))
         compared = sum(run["steps"] for run in runs if "done" in run)
@@ -224,7 +227,7 @@ def table(held: dict[str, Any]) -> str:
 
 
 def run_all(arguments: argparse.Namespace) -> int:
-    """Run what is missing; 1 where a run was not equal."""
+    """Run what is missing; 1 where a run was not equal, 2 where one did not end."""
     reason = why_not(arguments)
     if reason:
         raise SystemExit(f"yield_exact.py: {reason}")
@@ -270,6 +273,8 @@ def run_all(arguments: argparse.Namespace) -> int:
     with concurrent.futures.ThreadPoolExecutor(arguments.workers) as pool:
         right = list(pool.map(all_of, names))
     print(table(results.held))
+    if any("error" in run for name in names for run in results.of(name)):
+        return 2
     return 0 if all(right) else 1
 
 

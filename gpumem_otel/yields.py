@@ -22,7 +22,7 @@ from gpumem_otel.capture.moments import not_between_steps
 from gpumem_otel.config import process_environ
 from gpumem_otel.core.yieldcheck import restore_fault, seconds_fault, yield_fault
 from gpumem_otel.core.yields import RestoreRequest, Seconds, YieldLevel, YieldRequest, YieldState
-from gpumem_otel.errors import ConfigError, YieldRefusedError
+from gpumem_otel.errors import ConfigError, GpumemError, YieldRefusedError
 from gpumem_otel.lifecycle import current, participants, step_without_install
 from gpumem_otel.yielding.callbacks import Callbacks
 from gpumem_otel.yielding.safepoint import SafePoints
@@ -141,11 +141,16 @@ def yielded(**options: Unpack[YieldOptions]) -> Iterator[YieldReport]:
         YieldRefusedError: as `yield_memory` and `restore`.
         YieldFailedError: likewise.
     """
-    report = yield_memory(**options)
+    refused = False
     try:
+        try:
+            report = yield_memory(**options)
+        except GpumemError:
+            refused = True
+            raise
         yield report
-    finally:
-        if not options.get("dry_run"):
+    finally:  # an interrupt right after the yield is within, too
+        if not (refused or options.get("dry_run")):
             restore()
 
 

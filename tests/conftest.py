@@ -74,6 +74,9 @@ def no_residue():
     threads, sockets, hooks = set(threading.enumerate()), _sockets(), _hooks()
     had_torch = "torch" in sys.modules
     yield
+    if "support.yield_parts" in sys.modules:
+        for engine in list(sys.modules["support.yield_parts"].World.made):
+            engine._apart.close()
     for thread in set(threading.enumerate()) - threads:
         with contextlib.suppress(RuntimeError):  # a server's, of this very moment: not begun yet
             thread.join(timeout=5)

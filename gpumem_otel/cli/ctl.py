@@ -6,6 +6,7 @@ import json
 import queue
 import threading
 import time
+from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,10 @@ with s, m, h or d: 90, 30m, 1.5h. Exit codes: 0 done, 1 refused or failed, 2 bad
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 _CLASSES = click.Choice([one.value for one in TensorClass])
+
+
+_RANK = ("namespace", "service_name", "run_id", "rank")
+"""Names a process of a job; all but the last of it name the job."""
 
 
 def _duration(value: str) -> float:
@@ -264,7 +269,7 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
         # there is no calling back what a job has begun
         warn(
             f"not waited for: a {kind} that has begun goes on. `gpumem-otel ctl state` shows it, "
-            "`gpumem-otel ctl restore` takes the memory again"
+            "`gpumem-otel ctl restore` takes the memory again once it has ended"
         )
         raise
     if as_json:
@@ -294,14 +299,13 @@ def _refuse_several_jobs(clients: Sequence[Client]) -> None:
     for one in found:
         if one.error:  # it may answer a moment later, and be of another job
             raise CommandFailed(f"{one.error}; --target names whom to ask, --all asks all the same")
-    jobs = {
-        (one.process.get("namespace"), one.process.get("service_name"), one.process.get("run_id"))
-        for one in found
-    }
-    if len(jobs) > 1:
+    ranks = Counter(tuple(one.process.get(name) for name in _RANK) for one in found)
+    jobs = len({rank[:-1] for rank in ranks})
+    told = f"{jobs} jobs" if jobs > 1 else "processes that call themselves the same rank of one job"
+    if jobs > 1 or any(count > 1 for count in ranks.values()):
         raise click.UsageError(
-            f"{len(jobs)} jobs take commands here: name processes with --target ('gpumem-otel ctl "
-            "state' lists them), or give --all"
+            f"{told} take commands here: name processes with --target ('gpumem-otel ctl state' "
+            "lists them), or give --all"
         )
 
 

@@ -200,6 +200,8 @@ def _next_state(client: Client, version: int, wait_seconds: float) -> Outcome:
     if reply.status == _BUSY:  # as many wait as may: look now and then instead
         time.sleep(_POLL_SECONDS)
         reply = client.ask("GET", "/v1/state")
+    if reply.status == _BUSY:
+        raise Unreachable(f"{client.target.url}: {reply.error}")
     return _state(client, reply)
 
 

@@ -29,8 +29,8 @@ def name_of(outcome: Outcome) -> str:
 
 
 def state_table(outcomes: list[Outcome], now_ns: int) -> str:
-    """One row per process that answered."""
-    rows = []
+    """One row per process that answered, and a line for each that has something to say of it."""
+    rows, reasons = [], []
     for outcome in outcomes:
         if outcome.error:
             continue
@@ -49,8 +49,10 @@ def state_table(outcomes: list[Outcome], now_ns: int) -> str:
                 printable(outcome.url),
             )
         )
+        if status["reason"]:
+            reasons.append(f"{name_of(outcome)}: {printable(str(status['reason']))}\n")
     headers = ("job", "rank", "pid", "state", "since", "away", "lease", "target")
-    return table(headers, rows, left=frozenset({0, 3, 7}))
+    return table(headers, rows, left=frozenset({0, 3, 7})) + "".join(reasons)
 
 
 def change_line(outcome: Outcome) -> str:
@@ -108,7 +110,8 @@ def report_lines(outcome: Outcome) -> list[str]:
         lines.append(f"  {phase['phase']}: {phase['seconds']:.2f} s{speed}")
     if report["host_bytes"] or report["disk_bytes"]:
         disk = f", {human_bytes(report['disk_bytes'])} on disk" if report["disk_bytes"] else ""
-        lines.append(f"  held in host memory: {human_bytes(report['host_bytes'])}{disk}")
+        verb = "held" if report["operation"] else "needed"  # a dry run has none
+        lines.append(f"  {verb} in host memory: {human_bytes(report['host_bytes'])}{disk}")
     if report["checksums"]:
         lines.append(f"  checksums {report['checksums']}")
     lines += [f"  may kill a parked job: {line}" for line in report["dangers"]]

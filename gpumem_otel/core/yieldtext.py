@@ -23,7 +23,9 @@ def report_lines(report: YieldReport) -> list[str]:
     lines += [_phase(one) for one in report.phases]
     if report.host_bytes or report.disk_bytes:
         disk = f", {human_bytes(report.disk_bytes)} on disk" if report.disk_bytes else ""
-        lines.append(f"held in host memory: {human_bytes(report.host_bytes)}{disk}")
+        dry = report.state.value == "running" and not report.operation
+        verb = "needed" if dry else "held"
+        lines.append(f"{verb} in host memory: {human_bytes(report.host_bytes)}{disk}")
     if report.expected_seconds is not None:
         lines.append(f"the copy will take about {report.expected_seconds:.1f} s")
     if report.checksums:

@@ -61,7 +61,8 @@ class Overflow:
 
     def refuse(self, client: socket.socket, address: Any) -> None:
         """Answer one connection that was accepted just now; it is closed a moment later."""
-        self._on_refused(client, address)
+        with contextlib.suppress(Exception):  # a log's handlers and filters are the job's
+            self._on_refused(client, address)
         if not self._tell(client) or len(self._leaving) >= MAX_LEAVING:
             client.close()
             return

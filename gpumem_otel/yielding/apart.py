@@ -9,9 +9,12 @@ pinned and belongs to nobody. So no line of an operation runs there.
 from __future__ import annotations
 
 import contextvars
+import os
 import threading
+import weakref
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Generic, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.latch import Latch
@@ -19,32 +22,51 @@ from gpumem_otel.yielding.latch import Latch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Ended", "run_apart"]
+__all__ = ["PATIENCE", "Apart", "Ended"]
 
 _log = named_logger("gpumem_otel.yield")
 
-_PATIENCE: Final = 2
+PATIENCE: Final = 2
 """Interrupts that wait for the end of the operation; the next one gets through."""
 
 _THREAD: Final = "thread"
 _CALLER: Final = "caller"
+_NO_THREAD: Final = "new thread"
+"""Of "can't start new thread" and "can't create new thread at interpreter shutdown"."""
 
 _Result = TypeVar("_Result")
 
 
 @dataclass(slots=True)
 class Ended(Generic[_Result]):
-    """How it ended.
+    """An operation, and how it ended.
 
     Attributes:
         results: what it returned, the only item.
         error: what it raised.
-        interrupt: what a signal handler raised in the caller meanwhile, the first of it.
+        interrupt: what a signal handler raised in the caller meanwhile: the first of it, but one
+            that ends the process rather than an error of the job.
+        times: how many there were.
+        done: it has ended.
     """
 
     results: list[_Result] = field(default_factory=list)
     error: BaseException | None = None
     interrupt: BaseException | None = None
+    times: int = 0
+    done: Latch = field(default_factory=Latch)
+    turn: dict[str, str] = field(default_factory=dict)
+
+    def interrupted(self, error: BaseException) -> None:
+        """One more."""
+        self.times += 1
+        first = self.interrupt
+        if first is None or (isinstance(first, Exception) and not isinstance(error, Exception)):
+            self.interrupt = error
+
+    def begins(self, who: str) -> bool:
+        """Whether it is this one who does it: said in one step, whoever else asks."""
+        return self.turn.setdefault("who", who) == who
 
     def result(self) -> _Result:
         """What it returned; raises what it raised, once."""
@@ -56,65 +78,116 @@ class Ended(Generic[_Result]):
         finally:
             del error  # a circle of frames would keep what they hold
 
-
-def run_apart(action: Callable[[], _Result], interrupted: Callable[[], object]) -> Ended[_Result]:
-    """Do it; returns when it has ended, interrupts or not.
-
-    Called by another thread than the main one, or where none can be started, it is done right here.
-
-    Args:
-        action: sees the caller's context variables.
-        interrupted: told on the main thread that it is waited for after an interrupt; once more
-            where that was interrupted.
-
-    Raises:
-        BaseException: the third interrupt: the caller goes on, and so does the operation.
-    """
-    ended: Ended[_Result] = Ended()
-    done, started = Latch(), False
-    turn: dict[str, str] = {}
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        # an interrupt may hit the start of the thread: setdefault says in one step who begins
-        if turn.setdefault("who", _THREAD) == _THREAD:
-            _do(context, action, ended)
-            done.set()
-
-    try:
-        if threading.current_thread() is threading.main_thread():
-            threading.Thread(target=run, name="gpumem-otel-yield", daemon=True).start()
-            started = True
-    except RuntimeError:
-        _log.debug("no thread can be started, for one at the interpreter's end")
-    except BaseException as error:
-        ended.interrupt = error
-    if not started and turn.setdefault("who", _CALLER) == _CALLER:
-        if ended.interrupt is None:
-            _do(context, action, ended)
-        return ended
-    _wait(ended, done, interrupted)
-    return ended
-
-
-def _do(context: contextvars.Context, action: Callable[[], _Result], ended: Ended[_Result]) -> None:
-    try:
-        ended.results.append(context.run(action))
-    except BaseException as error:
-        ended.error = error
-
-
-def _wait(ended: Ended[_Result], done: Latch, interrupted: Callable[[], object]) -> None:
-    times, told = int(ended.interrupt is not None), False
-    while not done.is_set():
+    def run(self, context: contextvars.Context, action: Callable[[], _Result]) -> None:
+        """Do it, with its end said whatever it raises."""
         try:
-            if times and not told:
-                interrupted()
-                told = True
-            done.wait()
-        except BaseException as error:  # noqa: PERF203 - waits, and is seldom interrupted
-            times += 1
-            ended.interrupt = ended.interrupt or error
-            if times > _PATIENCE:
-                _log.error("%s: the job goes on WITHOUT its memory", type(error).__name__)
+            self.results.append(context.run(action))
+        except BaseException as error:
+            self.error = error
+        self.done.set()
+
+
+class Apart:
+    """The thread, which stays: each start of one on the main thread is open to interrupts."""
+
+    def __init__(self) -> None:
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._pid = os.getpid()
+        self._thread: threading.Thread | None = None
+        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._end = weakref.finalize(self, self._jobs.put, None)
+        self._end.atexit = False
+
+    def run(
+        self,
+        action: Callable[[], _Result],
+        ended: Ended[_Result],
+        interrupted: Callable[[], object],
+    ) -> None:
+        """Do it; returns when it has ended, interrupts or not.
+
+        Called by another thread than the main one, or where none can be started, it is done right
+        here.
+
+        Args:
+            action: sees the caller's context variables.
+            ended: says how.
+            interrupted: told on the main thread that it is waited for after an interrupt; once more
+                where that was interrupted.
+
+        Raises:
+            BaseException: the third interrupt: the caller goes on, and so does the operation.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            ended.run(contextvars.copy_context(), action)
+            return
+        try:
+            self._send(action, ended)
+        except BaseException as error:
+            ended.interrupted(error)
+        self.wait(ended, interrupted)
+
+    def wait(self, ended: Ended[Any], interrupted: Callable[[], object]) -> None:
+        """Until it has ended, interrupts or not: the rest of `run`, for whoever fell out of it.
+
+        Raises:
+            BaseException: the third interrupt.
+        """
+        told = False
+        while True:
+            try:
+                if ended.times and not told:
+                    if ended.begins(_CALLER):
+                        return  # it was not begun, and never will be
+                    interrupted()
+                    told = True
+                if ended.done.wait():
+                    return
+            except BaseException as error:  # noqa: PERF203 - waits, and is seldom interrupted
+                ended.interrupted(error)
+                if ended.times > PATIENCE:
+                    _log.error("%s: the job goes on WITHOUT its memory", type(error).__name__)
+                    raise
+
+    def close(self) -> None:
+        """The thread ends once it has nothing to do; the next operation has another."""
+        end = self._end
+        self._begin_anew()
+        end()
+
+    def _send(self, action: Callable[[], _Result], ended: Ended[_Result]) -> None:
+        context = contextvars.copy_context()
+
+        def job() -> None:
+            if ended.begins(_THREAD):
+                ended.run(context, action)
+
+        try:
+            self._have_thread()
+        except RuntimeError as error:
+            if _NO_THREAD not in str(error):  # a signal handler's
                 raise
+            _log.debug("no thread can be started, for one at the interpreter's end")
+            job()
+        else:
+            self._jobs.put(job)
+
+    def _have_thread(self) -> None:
+        if self._pid != os.getpid():  # that of the parent is not here
+            self._begin_anew()
+        if self._thread is None or not self._thread.is_alive():
+            arguments: tuple[Any, ...] = (self._jobs,)
+            thread = threading.Thread(
+                target=_serve, args=arguments, name="gpumem-otel-yield", daemon=True
+            )
+            thread.start()
+            self._thread = thread
+
+
+def _serve(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+        del job  # holds what it was given
+    jobs.put(None)  # for one that was started in vain, when an interrupt hit its start

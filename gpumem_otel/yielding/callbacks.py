@@ -26,6 +26,9 @@ _log = named_logger("gpumem_otel.yield")
 _TICK_SECONDS: Final = 0.05
 """How late it is noticed that a wait is to end."""
 
+_GRACE_SECONDS: Final = 1.0
+"""For those that are quick, also where the job is interrupted."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Entry:
@@ -162,13 +165,15 @@ def _run(
         thread.start()
     except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
         return error, ""
-    ends = time.monotonic() + seconds
+    ends, late = time.monotonic() + seconds, f"took longer than {seconds:g} s"
+    soon = False
     while thread.is_alive():
         left = ends - time.monotonic()
         if left <= 0:
-            return None, f"took longer than {seconds:g} s"
-        if hurried():
-            return None, "was not waited for, since the job is interrupted,"
+            return None, late
+        if hurried() and not soon:
+            soon, left = True, min(left, _GRACE_SECONDS)
+            ends, late = time.monotonic() + left, "is not waited for (the job is interrupted)"
         thread.join(min(left, _TICK_SECONDS))
     return (raised[0] if raised else None), ""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -28,12 +28,19 @@ from gpumem_otel.core.yields import (
 )
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
-from gpumem_otel.yielding.apart import run_apart
+from gpumem_otel.yielding.apart import PATIENCE, Apart, Ended
 from gpumem_otel.yielding.board import Board
 from gpumem_otel.yielding.lease import FIRST_BACK_OFF_SECONDS, Lease
-from gpumem_otel.yielding.phases import Phases
+from gpumem_otel.yielding.phases import Phases, Urgency
 from gpumem_otel.yielding.reports import dry_report, restore_report, yield_report
-from gpumem_otel.yielding.wording import asks_same, kind_of, less_of, line_of, way_on
+from gpumem_otel.yielding.wording import (
+    asks_same,
+    kind_of,
+    less_of,
+    line_of,
+    other_than,
+    way_on,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -74,11 +81,13 @@ class YieldEngine:
         self._environ = environ
         self._clock = parts.clock
         self._board = Board(parts.clock, counters)
+        self._apart = Apart()
         self.phases = Phases(parts, self._board)
         self.phases.on_interrupt = self._interrupted
         if parts.checkpoint is not None:
             parts.checkpoint.on_restored = self._driver_restored
             parts.checkpoint.on_waiting = self._driver_waits
+        parts.offload.on_waiting = self._waits_for_room
         self._lease = Lease(self._lease_ended, parts.clock)
         self._lock = threading.RLock()
         self._running: tuple[str, YieldRequest | RestoreRequest] | None = None
@@ -172,6 +181,7 @@ class YieldEngine:
                 # the keeper goes on trying: what the interpreter frees at its end waits for the
                 # driver
                 checkpoint.close()
+        self._apart.close()
         with self._lock:
             self._closed = True
             if self._running is None:
@@ -192,19 +202,59 @@ class YieldEngine:
         here: Callable[[], Parked] | None = None,
     ) -> YieldReport:
         """The operation, on a thread of ours where the main thread asks for it, see `apart`."""
-        ended = run_apart(partial(self._now, request, who, here=here), self._caller_interrupted)
-        if ended.interrupt is None:
-            return ended.result()
-        if ended.results and isinstance(request, YieldRequest) and not request.dry_run:
-            # too late to give it up, and the unwinding of the job needs its memory
-            error = run_apart(partial(self._now, RestoreRequest(), "signal"), lambda: None).error
-            if error is not None:
-                _log.warning("after an interrupt: %s", error)
-        raise ended.interrupt
+        urgency, failed = Urgency(), None
+        ended: Ended[YieldReport] = Ended()
+        try:
+            action = partial(self._now_or_undone, request, who, here, urgency)
+            self._apart.run(action, ended, partial(self._caller_interrupted, urgency))
+            if ended.interrupt is None:
+                failed = ended.error
+                return ended.result()
+        except BaseException as error:  # an interrupt, in whichever of these lines
+            if error is failed:
+                raise
+            ended.interrupted(error)
+        raise self._unwound(request, ended, urgency)
 
-    def _caller_interrupted(self) -> None:
-        self.phases.cancelled = self.phases.hurried = True
-        _log.warning("interrupted: the operation comes to its end first, a yield is undone")
+    def _unwound(
+        self,
+        request: YieldRequest | RestoreRequest,
+        ended: Ended[YieldReport],
+        urgency: Urgency,
+    ) -> BaseException:
+        """The memory first, since the job's unwinding needs it; then what interrupted it."""
+        urgency.cancelled = urgency.hurried = True
+        if ended.times <= PATIENCE:
+            self._apart.wait(ended, lambda: None)
+            if isinstance(request, YieldRequest) and ended.results and not request.dry_run:
+                self._apart.run(self._take_again, Ended(), lambda: None)
+        return ended.interrupt or KeyboardInterrupt()
+
+    def _now_or_undone(
+        self,
+        request: YieldRequest | RestoreRequest,
+        who: str,
+        here: Callable[[], Parked] | None,
+        urgency: Urgency,
+    ) -> YieldReport:
+        report = self._now(request, who, here=here, urgency=urgency)
+        if urgency.cancelled and isinstance(request, YieldRequest) and not request.dry_run:
+            self._take_again()  # it was too late to give it up
+        return report
+
+    def _take_again(self) -> None:
+        """For a caller who was interrupted."""
+        if self._board.state is YieldState.YIELDED:
+            try:
+                self._now(RestoreRequest(), "signal", urgency=Urgency(hurried=True))
+            except Exception as error:
+                _log.warning("after an interrupt: %s", error)
+
+    @staticmethod
+    def _caller_interrupted(urgency: Urgency) -> None:
+        urgency.cancelled = urgency.hurried = True
+        with suppress(Exception):  # the job's handlers and filters
+            _log.warning("interrupted: the operation comes to its end first, a yield is undone")
 
     def _asked_here(self) -> Callable[[], Parked]:
         """Whether the calling thread is at a safe point, said where the operation asks for it."""
@@ -225,6 +275,7 @@ class YieldEngine:
         who: str,
         *,
         here: Callable[[], Parked] | None = None,
+        urgency: Urgency | None = None,
         unless: threading.Event | None = None,
     ) -> YieldReport:
         operation_id = uuid.uuid4().hex
@@ -237,7 +288,7 @@ class YieldEngine:
                     raise YieldRefusedError(f"{known.kind}: {known.id} does just that; wait for it")
                 if known is not None:
                     return known.report or YieldReport(operation=known.id, state=self._board.state)
-                self._begin(operation_id, request, who)
+                self._begin(operation_id, request, who, urgency)
             return self._run(operation_id, request, here=here)
 
     @contextmanager
@@ -277,9 +328,12 @@ class YieldEngine:
         if state is YieldState.RUNNING:
             return None
         if state is YieldState.YIELDED and not request.dry_run and self._yielded is not None:
-            if asks_same(self._yielded, request):
+            other = other_than(self._yielded, request)
+            if not other:
                 return self._last_of("yield")
-            raise YieldRefusedError("yield: something else was yielded; restore first")
+            raise YieldRefusedError(
+                f"yield: {other} is asked for, and it is yielded already; restore first"
+            )
         reason = self._board.status.reason
         raise YieldRefusedError(
             f"yield: the state is {state.value}{': ' if reason else ''}{reason}; restore first"
@@ -293,12 +347,17 @@ class YieldEngine:
         return Operation(id="", kind=kind, state=OperationState.DONE, report=report)
 
     def _begin(
-        self, operation_id: str, request: YieldRequest | RestoreRequest, who: str
+        self,
+        operation_id: str,
+        request: YieldRequest | RestoreRequest,
+        who: str,
+        urgency: Urgency | None = None,
     ) -> Operation:
         operation = Operation(
             id=operation_id, kind=kind_of(request), state=OperationState.RUNNING, who=who
         )
         self._running = (operation.id, request)
+        self.phases.urgency = urgency or Urgency()
         self._board.put(operation)
         if isinstance(request, RestoreRequest):
             self._board.enter(YieldState.RESTORING, f"asked by {who}")
@@ -421,6 +480,7 @@ class YieldEngine:
         if state is YieldState.YIELDED:
             away = ", ".join(sorted({**offload.held_bytes, **offload.discarded_bytes}))
             phases.notes.append(f"still away: {away}")
+            self._yielded = None  # a yield of all of it is not there any more
         else:
             self._lease.stop()
         report = restore_report(
@@ -539,9 +599,13 @@ class YieldEngine:
         self._board.update(reason=why)
         self._spawn(partial(self._evict, why))
 
+    def _waits_for_room(self, why: str) -> None:
+        if self._board.state is YieldState.RESTORING:
+            self._board.update(reason=why)
+
     def _interrupted(self) -> None:
         """On the stopped thread: a signal handler raised there, and waits for its memory."""
-        self.phases.cancelled = True
+        self.phases.urgency.cancelled = True
         self._spawn(self._restore_for_interrupt)
 
     def _restore_for_interrupt(self) -> None:

@@ -61,6 +61,7 @@ class Offload:
         monotonic: seconds of a clock that never goes back.
 
     Attributes:
+        on_waiting: told why a restore waits for room on a device, once for each.
         notes: what a person should know of the last yield and its restore.
         zeroed: classes that `free` had thrown away already when it had to undo itself.
     """
@@ -83,7 +84,15 @@ class Offload:
         self._keep_bytes = keep_bytes
         self._staging = staging
         self._now = monotonic
-        self._refill = Refill(devices, gpus, self._mover, moves=moves, monotonic=monotonic)
+        self.on_waiting: Callable[[str], object] = lambda _why: None
+        self._refill = Refill(
+            devices,
+            gpus,
+            self._mover,
+            moves=moves,
+            monotonic=monotonic,
+            on_waiting=self._waits,
+        )
         self._items: list[Item] = []
         self._head_start: HeadStart | None = None
         self._ahead_since: float | None = None
@@ -97,6 +106,9 @@ class Offload:
         self._out_speed = self._back_speed = 0.0
         self.notes: list[str] = []
         self.zeroed: set[str] = set()
+
+    def _waits(self, why: str) -> None:
+        self.on_waiting(why)
 
     # what can be asked
 

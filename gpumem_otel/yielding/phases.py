@@ -8,7 +8,7 @@ everything is back.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,12 +28,25 @@ if TYPE_CHECKING:
     from gpumem_otel.yielding.board import Board
     from gpumem_otel.yielding.parts import YieldParts
 
-__all__ = ["ROLLBACK_SECONDS", "Phases"]
+__all__ = ["ROLLBACK_SECONDS", "Phases", "Urgency"]
 
 _log = named_logger("gpumem_otel.yield")
 
 ROLLBACK_SECONDS = 30.0
 """How long undoing waits for device memory that was just given back."""
+
+
+@dataclass(slots=True)
+class Urgency:
+    """What may be set from elsewhere while a yield or restore runs.
+
+    Attributes:
+        cancelled: give up what can still be undone.
+        hurried: wait for the job's callbacks no longer than a moment.
+    """
+
+    cancelled: bool = False
+    hurried: bool = False
 
 
 class Phases:
@@ -51,8 +64,7 @@ class Phases:
         notes: for people.
         residual: by cause, after the last yield.
         zeroed: classes that were thrown away already when the last yield had to be undone.
-        cancelled: set it to give up what can still be undone.
-        hurried: set it to wait no longer for the job's callbacks.
+        urgency: of the current yield or restore; a new one for each.
         on_interrupt: called on the stopped thread where a signal handler raised in it.
     """
 
@@ -75,7 +87,7 @@ class Phases:
         self.zeroed: tuple[str, ...] = ()
         self.host_bytes = self.disk_bytes = 0
         self.checksums = ""
-        self.cancelled = self.hurried = False
+        self.urgency = Urgency()
         self.on_interrupt: Callable[[], object] = lambda: None
 
     # facts
@@ -104,14 +116,14 @@ class Phases:
         return self._ends - self._parts.clock.monotonic()
 
     def _stop(self) -> bool:
-        return self.cancelled or self.seconds_left() <= 0
+        return self.urgency.cancelled or self.seconds_left() <= 0
 
     def _hurried(self) -> bool:
-        return self.hurried
+        return self.urgency.hurried
 
     def _in_time(self, what: str) -> None:
         """Raises: YieldRefusedError: too late, or given up."""
-        if self.cancelled:
+        if self.urgency.cancelled:
             raise YieldRefusedError(f"yield: given up {what}")
         if self.seconds_left() <= 0:
             deadline = self.plan.request.deadline_seconds if self.plan else None
@@ -144,7 +156,6 @@ class Phases:
         self.plan, self.checksums, self.zeroed = None, "", ()
         self._thrown_later = False
         self._copying_since = None
-        self.cancelled = self.hurried = False
         started = parts.clock.monotonic()
         seconds = request.deadline_seconds
         self._ends = None if seconds is None else started + seconds
@@ -341,7 +352,7 @@ class Phases:
             YieldRefusedError: not now; it stays as it is.
             YieldFailedError: it is lost.
         """
-        self._ends, self.lost, self.hurried = None, "", False
+        self._ends, self.lost = None, ""
         if self._driver.state != "running":
             with self._board.phase(Phase.RESTORE):
                 took = self._driver.restore(request.wait_seconds)

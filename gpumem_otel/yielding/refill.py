@@ -11,6 +11,7 @@ from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from gpumem_otel.core.text import human_bytes
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.yielding.garbage import uncollected
 from gpumem_otel.yielding.placement import parts_of
@@ -39,6 +40,7 @@ class Refill:
         mover: makes a run of copies.
         moves: told what was moved.
         monotonic: seconds of a clock that never goes back.
+        on_waiting: told why it waits for room on a device, once for each.
     """
 
     def __init__(
@@ -49,7 +51,9 @@ class Refill:
         *,
         moves: Moves | None = None,
         monotonic: Callable[[], float] = time.perf_counter,
+        on_waiting: Callable[[str], object] = lambda _why: None,
     ) -> None:
+        self._on_waiting = on_waiting
         self._devices = devices
         self._gpus = gpus
         self._mover = mover
@@ -101,7 +105,7 @@ class Refill:
                     if not item.movable.storage.nbytes()
                 )
                 need += min(_DEVICE_SLACK, need // 4)
-                free = partial(self._free_bytes, device, need)
+                free = partial(self._free_bytes, device, need, [])
                 seconds = max(end - self._now(), 0.0)
                 rooms.enter_context(
                     self._gpus.room(devices.uuid(device), need, free, seconds, stop)
@@ -112,12 +116,18 @@ class Refill:
                 mover.back(parts_of(ready, devices))
             return self._now() - copying
 
-    def _free_bytes(self, device: int, need_bytes: int) -> int:
+    def _free_bytes(self, device: int, need_bytes: int, told: list[str]) -> int:
         """What the device has free, with the cache of this process's allocator where it must be."""
         found = self._devices.free_bytes(device)
         if found < need_bytes:
             self._devices.empty_cache()
             found = self._devices.free_bytes(device)
+        if found < need_bytes and not told:
+            told.append(
+                f"device {self._devices.uuid(device)}: waits for room, "
+                f"{human_bytes(need_bytes - found)} of {human_bytes(need_bytes)} are missing"
+            )
+            self._on_waiting(told[0])
         return found
 
     def _allocated(self, items: Sequence[Item]) -> Generator[Item, None, None]:

@@ -212,6 +212,8 @@ class SafePoints:
                     told = True
                 asked.go.wait()
             except BaseException as again:  # noqa: PERF203 - waits, and is seldom interrupted
+                if isinstance(asked.interrupted, Exception) and not isinstance(again, Exception):
+                    asked.interrupted = again  # the end of the process rather than an error
                 if asked.stuck:
                     _log.error("%s: the job goes on WITHOUT its memory", type(again).__name__)
                     raise

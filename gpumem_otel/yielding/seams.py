@@ -35,8 +35,10 @@ class Offloading(Protocol):
         notes: what a person should know of the last yield and its restore.
         zeroed: classes that `free` had thrown away already when it had to undo itself.
         copies_ahead: what was begun is on its way.
+        on_waiting: told why a restore waits for room on a device.
     """
 
+    on_waiting: Callable[[str], object]
     notes: list[str]
     zeroed: set[str]
 

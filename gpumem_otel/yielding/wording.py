@@ -11,7 +11,10 @@ from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["asks_same", "kind_of", "less_of", "line_of", "way_on"]
+__all__ = ["asks_same", "kind_of", "less_of", "line_of", "other_than", "way_on"]
+
+_MEMORY = ("level", "devices", "classes", "keep", "discard", "dry_run")
+"""What says which memory goes, and how."""
 
 
 def kind_of(request: YieldRequest | RestoreRequest) -> str:
@@ -19,14 +22,24 @@ def kind_of(request: YieldRequest | RestoreRequest) -> str:
     return "restore" if isinstance(request, RestoreRequest) else "yield"
 
 
-def asks_same(one: YieldRequest | RestoreRequest, other: YieldRequest | RestoreRequest) -> bool:
-    """Whether two requests of one kind are for the same memory."""
-    if isinstance(one, YieldRequest) and isinstance(other, YieldRequest):
-        return all(
-            getattr(one, name) == getattr(other, name)
-            for name in ("level", "devices", "classes", "keep", "discard", "dry_run")
-        )
-    return one.classes == other.classes
+def asks_same(had: YieldRequest | RestoreRequest, asked: YieldRequest | RestoreRequest) -> bool:
+    """Whether the second of two requests of one kind is met where the first one is."""
+    if isinstance(had, YieldRequest) and isinstance(asked, YieldRequest):
+        return not other_than(had, asked)
+    return had.classes == asked.classes
+
+
+def other_than(had: YieldRequest, asked: YieldRequest) -> str:
+    """What the second asks for and the first does not bring, "" for nothing."""
+    if any(getattr(had, name) != getattr(asked, name) for name in _MEMORY):
+        return "something else"
+    if asked.lease_seconds is not None and asked.lease_seconds != had.lease_seconds:
+        before = "none" if had.lease_seconds is None else f"{had.lease_seconds:g} s"
+        return f"a lease of {asked.lease_seconds:g} s, where it has {before},"
+    for name in ("verify", "release_host"):
+        if getattr(asked, name) and not getattr(had, name):
+            return name
+    return ""
 
 
 def line_of(kind: str, error: BaseException) -> str:

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -352,6 +353,22 @@ def test_several_jobs_are_not_stopped_by_accident(run_dir, ctl):
         code, _, _ = ctl("yield", "--target", f"unix://{listeners[1].socket_path}")
         assert code == 0
         assert [double.moves for double in doubles] == [0, 1]
+        code, _, _ = ctl("yield", "--all")
+        assert code == 0
+        assert [double.moves for double in doubles] == [1, 1]
+
+
+def test_two_jobs_of_one_name_are_not_stopped_by_accident(run_dir, ctl):
+    """Jobs without a name of their own share one, and each of them is rank 0."""
+    doubles = [YieldDouble(), YieldDouble()]
+    with ExitStack() as stack:
+        for place, double in enumerate(doubles):  # which the name of the socket has
+            identity = replace(IDENTITY, local_rank=place)
+            stack.enter_context(controlling(double, run_dir, identity=identity))
+        code, out, err = ctl("yield")
+        assert (code, out) == (2, "")
+        assert "processes that call themselves the same rank of one job take commands here" in err
+        assert [double.moves for double in doubles] == [0, 0]
         code, _, _ = ctl("yield", "--all")
         assert code == 0
         assert [double.moves for double in doubles] == [1, 1]

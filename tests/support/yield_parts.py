@@ -7,7 +7,9 @@ that stays until all is back) and fail where a test says so.
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from gpumem_otel.core.counters import Counters
 from gpumem_otel.core.yields import Found, Movable, OperationState, Phase, PhaseTime
@@ -87,6 +89,7 @@ class FakeOffload:
         self.zeroed: set[str] = set()
         self.begun: list[Movable] = []
         self.copies_ahead = False
+        self.on_waiting = lambda why: None
 
     def _sum(self, *, discarded: bool) -> dict[str, int]:
         sums: dict[str, int] = {}
@@ -275,6 +278,9 @@ class FakeGate:
 class World:
     """An engine over the doubles, and what a test wants to look at."""
 
+    made: ClassVar[weakref.WeakSet[YieldEngine]] = weakref.WeakSet()
+    """For `tests/conftest.py`, which ends their threads."""
+
     def __init__(self, *, clock=None, driver: bool = True, safe_points=None, environ=None) -> None:
         self.faults = Faults()
         classes = ("parameter", "gradient", "optimizer_state", "optimizer_state", "activation")
@@ -313,6 +319,7 @@ class World:
             usage=lambda: self.usage,
         )
         self.engine = YieldEngine(self.parts, counters=self.counters, environ=environ or {})
+        self.made.add(self.engine)
 
     @property
     def nothing_lost(self) -> bool:

@@ -149,6 +149,31 @@ def test_memory_that_this_process_has_in_its_cache_is_room(make):
     assert same([one], was)
 
 
+def test_why_it_waits_for_room_is_said_once_and_it_goes_on_when_there_is(make):
+    free, said = [PIECE * 8], []
+    parts = make(free=lambda device: free[0])
+    parts.offload.on_waiting = said.append
+    one = tensor(PIECE * 4)
+    was = moved(parts, [one])
+    parts.offload.free()
+    free[0], sleep = PIECE, parts.gpus._sleep
+
+    def sleeps(seconds):
+        if len(slept) == 3:
+            free[0] = PIECE * 8
+        slept.append(seconds)
+
+    slept = []
+    parts.gpus._sleep = sleeps
+    parts.offload.copy_back(None, 20.0, lambda done, total: None, lambda: False)
+    parts.gpus._sleep = sleep
+    assert same([one], was)
+    assert len(slept) == 4
+    assert len(said) == 1
+    assert said[0].startswith("device CPU-0: waits for room, ")
+    assert said[0].endswith(" are missing")
+
+
 def test_only_large_copies_out_to_memory_that_was_ready_tell_the_speed(make, monkeypatch):
     monkeypatch.setattr(offload_module, "_MEASURED_BYTES", PIECE)
     parts = make()

@@ -174,11 +174,12 @@ def test_a_dry_run_says_what_would_be():
 def test_a_table_of_states():
     now = 10_000 * 10**9
     status = {"state": "yielded", "since_ns": now - 90 * 10**9, "moved_bytes": 3 * GIB,
-              "lease_expiry_ns": now + 3600 * 10**9}  # fmt: skip
+              "lease_expiry_ns": now + 3600 * 10**9, "reason": "no\x1b room"}  # fmt: skip
     text = ctl_view.state_table(
         [Outcome("unix:///a", status, process=PROCESS), Outcome("b", error="gone")], now
     )
-    (row,) = text.splitlines()[1:]
+    row, reason = text.splitlines()[1:]
+    assert reason.endswith("rank 3 (pid 7): no\\u001b room")
     assert row.split()[1:] == [
         "3", "7", "yielded", "90", "s", "3.0", "GiB", "60", "min", "left", "unix:///a",
     ]  # fmt: skip

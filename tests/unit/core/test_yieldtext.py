@@ -38,7 +38,7 @@ def test_a_dry_run_says_how_long():
     assert report_lines(report) == [
         "state running, level auto",
         "discarded: 1.0 GiB (optimizer_state 1.0 GiB)",
-        "held in host memory: 0 B, 1.0 GiB on disk",
+        "needed in host memory: 0 B, 1.0 GiB on disk",
         "the copy will take about 2.0 s",
     ]
 

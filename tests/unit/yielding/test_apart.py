@@ -4,15 +4,34 @@ from __future__ import annotations
 
 import contextvars
 import gc
+import os
 import signal
 import threading
 import weakref
 
 import pytest
+from support.interrupts import Interrupts
 
-from gpumem_otel.yielding.apart import run_apart
+from gpumem_otel.yielding.apart import Apart, Ended
 
 NAME = contextvars.ContextVar("NAME", default="")
+
+
+@pytest.fixture
+def run_apart():
+    apart = Apart()
+
+    def run(action, interrupted):
+        ended = Ended()
+        apart.run(action, ended, interrupted)
+        return ended
+
+    yield run
+    thread = apart._thread
+    apart.close()
+    if thread is not None:
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 def nobody():
@@ -23,14 +42,14 @@ def interrupt():
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
-def test_it_runs_elsewhere_and_sees_the_callers_context():
+def test_it_runs_elsewhere_and_sees_the_callers_context(run_apart):
     NAME.set("of the caller")
     ended = run_apart(lambda: (threading.current_thread().name, NAME.get()), nobody)
     assert ended.result() == ("gpumem-otel-yield", "of the caller")
     assert ended.interrupt is None
 
 
-def test_another_thread_than_the_main_one_does_it_itself():
+def test_another_thread_than_the_main_one_does_it_itself(run_apart):
     found = []
 
     def ask():
@@ -42,7 +61,7 @@ def test_another_thread_than_the_main_one_does_it_itself():
     assert found == [True]
 
 
-def test_without_a_thread_it_is_done_here(monkeypatch):
+def test_without_a_thread_it_is_done_here(run_apart, monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
@@ -50,7 +69,7 @@ def test_without_a_thread_it_is_done_here(monkeypatch):
     assert run_apart(threading.current_thread, nobody).result() is threading.main_thread()
 
 
-def test_an_error_is_raised_and_keeps_nothing_that_the_operation_held():
+def test_an_error_is_raised_and_keeps_nothing_that_the_operation_held(run_apart):
     class Held:
         pass
 
@@ -72,7 +91,7 @@ def test_an_error_is_raised_and_keeps_nothing_that_the_operation_held():
         gc.enable()
 
 
-def test_an_interrupt_waits_for_the_end_and_is_told():
+def test_an_interrupt_waits_for_the_end_and_is_told(run_apart):
     told, go = [], threading.Event()
 
     def action():
@@ -92,17 +111,15 @@ def test_an_interrupt_waits_for_the_end_and_is_told():
     assert told == [threading.main_thread()] * 2
 
 
-def test_the_third_interrupt_gets_through(caplog):
-    go, ended, told = threading.Event(), threading.Event(), threading.Event()
+def test_the_third_interrupt_gets_through(run_apart, caplog):
+    go, ended, three_times = threading.Event(), threading.Event(), Interrupts(3)
 
     def action():
-        for _ in range(3):
-            interrupt()
-            told.wait(0.2)  # signals of one kind that wait are one
+        three_times.send()
         go.wait(20)
         ended.set()
 
-    with pytest.raises(KeyboardInterrupt):
+    with three_times, pytest.raises(KeyboardInterrupt):
         run_apart(action, lambda: None)
     assert not ended.is_set()
     go.set()
@@ -111,20 +128,59 @@ def test_the_third_interrupt_gets_through(caplog):
 
 
 @pytest.mark.parametrize("began", [False, True])
-def test_an_interrupt_as_the_thread_starts(monkeypatch, began):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("DataLoader worker died")])
+def test_an_interrupt_as_the_thread_starts(run_apart, monkeypatch, began, error):
     start, told = threading.Thread.start, []
 
     def interrupted(thread):
         if began:
             start(thread)
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
+    ended = run_apart(lambda: pytest.fail("it is never begun"), lambda: told.append(1))
+    assert ended.interrupt is error
+    assert (ended.results, ended.error, told) == ([], None, [])
+    monkeypatch.undo()
+    assert run_apart(lambda: "next", nobody).result() == "next"
+
+
+def test_one_that_ends_the_process_comes_before_an_error(run_apart):
     go = threading.Event()
-    ended = run_apart(lambda: go.wait(20), lambda: told.append(go.set()))
-    assert isinstance(ended.interrupt, KeyboardInterrupt)
-    if began and ended.results:
-        assert ended.result() is True
-        assert told == [None]
-    else:
-        assert (ended.results, ended.error) == ([], None)
+
+    def late(number, frame):
+        go.set()
+        raise SystemExit(143)
+
+    class StepTookTooLongError(Exception):
+        pass
+
+    def soon(number, frame):
+        raise StepTookTooLongError
+
+    before = [signal.signal(signal.SIGALRM, soon), signal.signal(signal.SIGUSR1, late)]
+    main = threading.main_thread().ident
+    try:
+        ended = run_apart(
+            lambda: (signal.pthread_kill(main, signal.SIGALRM), go.wait(20)),
+            lambda: go.is_set() or signal.pthread_kill(main, signal.SIGUSR1),
+        )
+    finally:
+        signal.signal(signal.SIGALRM, before[0])
+        signal.signal(signal.SIGUSR1, before[1])
+    assert isinstance(ended.interrupt, SystemExit)
+    assert ended.results
+
+
+def test_one_thread_does_them_all(run_apart):
+    threads = {run_apart(threading.current_thread, nobody).result() for _ in range(5)}
+    assert len(threads) == 1
+
+
+def test_a_forked_child_has_a_thread_of_its_own(run_apart):
+    run_apart(threading.get_ident, nobody)
+    child = os.fork()
+    if not child:
+        ended = run_apart(lambda: 7, nobody)
+        os._exit(0 if ended.results == [7] else 1)
+    assert os.waitpid(child, 0)[1] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 
 import pytest
 from support.yield_parts import SIZE, FakeFinder, LoopingJob, World, ended
@@ -69,10 +70,54 @@ def test_commands_that_repeat_give_the_operation_that_is_there():
         done = ended(world, first.id)
         assert world.engine.submit(TENSORS, "b") == done
         assert world.engine.yield_(TENSORS).operation == first.id
-        with pytest.raises(YieldRefusedError, match="something else was yielded"):
-            world.engine.submit(YieldRequest(level=YieldLevel.TENSORS, keep=("parameter",)), "b")
+        for more, said in (
+            ({"keep": ("parameter",)}, "something else is asked for"),
+            ({"lease_seconds": 5.0}, r"a lease of 5 s, where it has none, is asked for"),
+            ({"verify": True}, "verify is asked for"),
+        ):
+            with pytest.raises(YieldRefusedError, match=f"{said}.*yielded already; restore first"):
+                world.engine.submit(replace(TENSORS, **more), "b")
         back = ended(world, world.engine.submit(RestoreRequest(), "a").id)
         assert world.engine.submit(RestoreRequest(), "b") == back
+
+
+def test_a_yield_of_which_a_part_is_back_is_not_there_any_more():
+    world = World()
+    world.engine.yield_(TENSORS)
+    world.engine.restore(RestoreRequest(classes=("parameter",)))
+    with pytest.raises(YieldRefusedError, match="the state is yielded; restore first"):
+        world.engine.yield_(TENSORS)
+    world.engine.restore()
+    world.engine.yield_(TENSORS)
+    world.engine.restore()
+
+
+def test_a_repeated_lease_is_the_one_that_runs():
+    world = World()
+    leased = replace(TENSORS, lease_seconds=1000.0)
+    first = world.engine.yield_(leased)
+    assert world.engine.yield_(leased).operation == first.operation
+    assert world.engine.yield_(TENSORS).operation == first.operation
+    with pytest.raises(YieldRefusedError, match="a lease of 5 s, where it has 1000 s"):
+        world.engine.yield_(replace(TENSORS, lease_seconds=5.0))
+    world.engine.restore()
+
+
+def test_why_a_restore_waits_is_said_meanwhile():
+    world = World()
+    world.engine.yield_(TENSORS)
+    copy_back, said = world.offload.copy_back, []
+
+    def waits(*arguments):
+        world.offload.on_waiting("device 0: waits for room, 5 B of 9 B are missing")
+        said.append((world.engine.status.state, world.engine.status.reason))
+        return copy_back(*arguments)
+
+    world.offload.copy_back = waits
+    world.engine.restore()
+    reason = "device 0: waits for room, 5 B of 9 B are missing"
+    assert said == [(YieldState.RESTORING, reason)]
+    assert world.engine.status.reason == ""
 
 
 def test_a_restore_of_what_never_went_is_done_at_once():

@@ -6,7 +6,8 @@ import signal
 import threading
 
 import pytest
-from support.yield_parts import World
+from support.interrupts import Interrupts
+from support.yield_parts import LoopingJob, World, ended
 
 from gpumem_otel.core.yields import (
     OperationState,
@@ -24,7 +25,7 @@ def interrupt():
 
 
 def until_told(world: World) -> None:
-    while not world.engine.phases.cancelled:
+    while not world.engine.phases.urgency.cancelled:
         threading.Event().wait(0.01)
 
 
@@ -123,12 +124,80 @@ def test_a_callback_that_goes_on_is_not_waited_for(world):
             world.engine.yield_(TENSORS)
         status = world.engine.status
         assert status.operation.error.endswith(
-            "slow was not waited for, since the job is interrupted,; nothing was moved"
+            "slow is not waited for (the job is interrupted); nothing was moved"
         )
         assert threads[0].is_alive()
     finally:
         go.set()
     threads[0].join(20)
+    assert world.all_on_device
+
+
+def test_an_interrupt_before_the_operation_began_is_not_forgotten(world):
+    """The operation's thread is slow to begin, and finds that it was given up meanwhile."""
+    begin, copied = world.engine._begin, []
+
+    def slow(operation_id, request, *more):
+        if isinstance(request, YieldRequest):
+            interrupt()
+            threading.Event().wait(0.3)  # the interrupt is told while nothing runs yet
+        return begin(operation_id, request, *more)
+
+    world.engine._begin = slow
+    world.offload.during_copy = lambda: copied.append(1)
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(TENSORS)
+    assert copied == []
+    status = world.engine.status
+    assert status.state is YieldState.RUNNING
+    assert status.operation.kind == "yield"
+
+
+def test_an_interrupt_cancels_nobody_elses_operation(world):
+    with LoopingJob(world.safe_points) as job:
+        go, copying = threading.Event(), threading.Event()
+
+        def during_copy():
+            copying.set()
+            go.wait(20)
+
+        world.offload.during_copy = during_copy
+        operation = world.engine.submit(TENSORS, "somebody")
+        assert copying.wait(20)
+        restore = world.engine._now
+
+        def refused(*arguments, **more):
+            interrupt()
+            threading.Event().wait(0.2)
+            return restore(*arguments, **more)
+
+        world.engine._now = refused
+        with pytest.raises(KeyboardInterrupt):
+            world.engine.restore()
+        go.set()
+        assert ended(world, operation.id).state is OperationState.DONE
+        world.engine._now = restore
+        world.engine.restore()
+        job.goes_on()
+
+
+def test_after_the_third_the_operation_brings_the_memory_back_by_itself(world):
+    go = threading.Event()
+    three_times = Interrupts(3)
+    free = world.offload.free
+
+    def slow():
+        free()
+        three_times.send()
+        go.wait(20)
+
+    world.offload.free = slow
+    with three_times, pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(TENSORS)
+    assert not world.all_on_device
+    go.set()
+    while (status := world.engine.status).state is not YieldState.RUNNING:
+        world.engine.wait(status.version, 5.0)
     assert world.all_on_device
 
 
