@@ -25,7 +25,11 @@ def interrupt():
 
 
 def until_told(world: World) -> None:
-    while not world.engine.phases.urgency.cancelled:
+    until_interrupted(world.engine.phases.urgency)
+
+
+def until_interrupted(urgency) -> None:
+    while not urgency.cancelled:
         threading.Event().wait(0.01)
 
 
@@ -137,11 +141,11 @@ def test_an_interrupt_before_the_operation_began_is_not_forgotten(world):
     """The operation's thread is slow to begin, and finds that it was given up meanwhile."""
     begin, copied = world.engine._begin, []
 
-    def slow(operation_id, request, *more):
+    def slow(operation_id, request, who, urgency):
         if isinstance(request, YieldRequest):
             interrupt()
-            threading.Event().wait(0.3)  # the interrupt is told while nothing runs yet
-        return begin(operation_id, request, *more)
+            until_interrupted(urgency)  # which is told while nothing runs yet
+        return begin(operation_id, request, who, urgency)
 
     world.engine._begin = slow
     world.offload.during_copy = lambda: copied.append(1)
@@ -166,10 +170,10 @@ def test_an_interrupt_cancels_nobody_elses_operation(world):
         assert copying.wait(20)
         restore = world.engine._now
 
-        def refused(*arguments, **more):
+        def refused(*arguments, urgency, **more):
             interrupt()
-            threading.Event().wait(0.2)
-            return restore(*arguments, **more)
+            until_interrupted(urgency)
+            return restore(*arguments, urgency=urgency, **more)
 
         world.engine._now = refused
         with pytest.raises(KeyboardInterrupt):
