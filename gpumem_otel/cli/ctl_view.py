@@ -85,7 +85,8 @@ def report_lines(outcome: Outcome) -> list[str]:
     moved = sum(report["moved_bytes"].values())
     phases = report["phases"]
     seconds = sum(phase["seconds"] for phase in phases)
-    if operation["kind"] == "yield" and not report["operation"]:
+    dry = operation["kind"] == "yield" and not report["operation"]
+    if dry:
         expected = report["expected_seconds"]
         length = "" if expected is None else f", in about {expected:.1f} s"
         lines = [f"{who}: a yield would move {human_bytes(moved)}{length}"]
@@ -110,7 +111,7 @@ def report_lines(outcome: Outcome) -> list[str]:
         lines.append(f"  {phase['phase']}: {phase['seconds']:.2f} s{speed}")
     if report["host_bytes"] or report["disk_bytes"]:
         disk = f", {human_bytes(report['disk_bytes'])} on disk" if report["disk_bytes"] else ""
-        verb = "held" if report["operation"] else "needed"  # a dry run has none
+        verb = "needed" if dry else "held"
         lines.append(f"  {verb} in host memory: {human_bytes(report['host_bytes'])}{disk}")
     if report["checksums"]:
         lines.append(f"  checksums {report['checksums']}")

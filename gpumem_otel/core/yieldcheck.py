@@ -14,7 +14,14 @@ from gpumem_otel.core.yields import DEVICES, DISCARDABLE, SECONDS, YieldLevel
 if TYPE_CHECKING:
     from gpumem_otel.core.yields import RestoreRequest, Seconds, YieldRequest
 
-__all__ = ["chooses", "device_fault", "restore_fault", "seconds_fault", "yield_fault"]
+__all__ = [
+    "chooses",
+    "device_fault",
+    "restore_fault",
+    "seconds_fault",
+    "twice_fault",
+    "yield_fault",
+]
 
 _LONG_NUMBER: Final = 10**20
 """Python refuses to write numbers that are far longer."""
@@ -101,7 +108,7 @@ def _devices(devices: Any) -> str:
     for one in devices:
         if fault := device_fault(one):
             return fault
-    return _twice("devices", devices)
+    return twice_fault("devices", devices)
 
 
 def _classes(name: str, classes: Any, *, empty: bool = True) -> str:
@@ -112,11 +119,11 @@ def _classes(name: str, classes: Any, *, empty: bool = True) -> str:
     for one in classes:
         if one not in _CLASSES:
             return f"{name} holds {one!r}, which is none of {', '.join(_CLASSES)}"
-    return _twice(name, classes)
+    return twice_fault(name, classes)
 
 
-def _twice(name: str, items: tuple[Any, ...]) -> str:
-    """Two of one are a slip: the other was meant to be another."""
+def twice_fault(name: str, items: tuple[Any, ...]) -> str:
+    """Which is there twice, "" where none is: a slip, the other was meant to be another."""
     if len(set(items)) == len(items):
         return ""
     twice = next(one for i, one in enumerate(items) if one in items[:i])

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
-from gpumem_otel.core.yieldcheck import device_fault, seconds_fault
+from gpumem_otel.core.yieldcheck import device_fault, seconds_fault, twice_fault
 from gpumem_otel.core.yields import DEVICES
 
 if TYPE_CHECKING:
@@ -219,9 +219,8 @@ class Items:
         if not isinstance(value, list) or not self.low <= len(value) <= self.high:
             raise InvalidError(f"{name} must be a list of {self.low} to {self.high} items")
         found = tuple(self.item.check(one, f"{name}[{i}]") for i, one in enumerate(value))
-        if len(set(found)) != len(found):
-            twice = next(one for i, one in enumerate(found) if one in found[:i])
-            raise InvalidError(f"{name} holds {twice!r} twice; name it once")
+        if fault := twice_fault(name, found):
+            raise InvalidError(fault)
         return found
 
 

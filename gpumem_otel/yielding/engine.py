@@ -35,6 +35,7 @@ from gpumem_otel.yielding.phases import Phases, Urgency
 from gpumem_otel.yielding.reports import dry_report, restore_report, yield_report
 from gpumem_otel.yielding.wording import (
     asks_same,
+    gives,
     kind_of,
     less_of,
     line_of,
@@ -223,10 +224,10 @@ class YieldEngine:
         urgency: Urgency,
     ) -> BaseException:
         """The memory first, since the job's unwinding needs it; then what interrupted it."""
-        urgency.cancelled = urgency.hurried = True
+        urgency.interrupt()
         if ended.times <= PATIENCE:
             self._apart.wait(ended, lambda: None)
-            if isinstance(request, YieldRequest) and ended.results and not request.dry_run:
+            if ended.results and gives(request):
                 self._apart.run(self._take_again, Ended(), lambda: None)
         return ended.interrupt or KeyboardInterrupt()
 
@@ -238,7 +239,7 @@ class YieldEngine:
         urgency: Urgency,
     ) -> YieldReport:
         report = self._now(request, who, here=here, urgency=urgency)
-        if urgency.cancelled and isinstance(request, YieldRequest) and not request.dry_run:
+        if urgency.cancelled and gives(request):
             self._take_again()  # it was too late to give it up
         return report
 
@@ -252,7 +253,7 @@ class YieldEngine:
 
     @staticmethod
     def _caller_interrupted(urgency: Urgency) -> None:
-        urgency.cancelled = urgency.hurried = True
+        urgency.interrupt()
         with suppress(Exception):  # the job's handlers and filters
             _log.warning("interrupted: the operation comes to its end first, a yield is undone")
 

@@ -48,6 +48,10 @@ class Urgency:
     cancelled: bool = False
     hurried: bool = False
 
+    def interrupt(self) -> None:
+        """Whoever asked for it waits to be let go."""
+        self.cancelled = self.hurried = True
+
 
 class Phases:
     """One yield at a time.

@@ -11,7 +11,7 @@ from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["asks_same", "kind_of", "less_of", "line_of", "other_than", "way_on"]
+__all__ = ["asks_same", "gives", "kind_of", "less_of", "line_of", "other_than", "way_on"]
 
 _MEMORY = ("level", "devices", "classes", "keep", "discard", "dry_run")
 """What says which memory goes, and how."""
@@ -20,6 +20,11 @@ _MEMORY = ("level", "devices", "classes", "keep", "discard", "dry_run")
 def kind_of(request: YieldRequest | RestoreRequest) -> str:
     """`yield` or `restore`."""
     return "restore" if isinstance(request, RestoreRequest) else "yield"
+
+
+def gives(request: YieldRequest | RestoreRequest) -> bool:
+    """Whether it takes memory away."""
+    return isinstance(request, YieldRequest) and not request.dry_run
 
 
 def asks_same(had: YieldRequest | RestoreRequest, asked: YieldRequest | RestoreRequest) -> bool:
