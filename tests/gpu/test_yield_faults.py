@@ -419,7 +419,7 @@ def test_a_signal_handler_that_raises_while_the_job_stands_still(jobs):
     assert (told["state"], told["right"], told["whole"]) == ("running", True, True)
 
 
-@pytest.mark.parametrize(("level", "spread_seconds"), [("tensors", 0.5), ("auto", 3.0)])
+@pytest.mark.parametrize(("level", "spread_seconds"), [("tensors", 0.25), ("auto", 1.5)])
 def test_signals_at_any_moment_of_the_jobs_own_calls(jobs, level, spread_seconds):
     """What a handler raises ends the call, and every byte is where it was."""
     told = jobs.run(f"""
@@ -443,9 +443,10 @@ def test_signals_at_any_moment_of_the_jobs_own_calls(jobs, level, spread_seconds
                     armed.append(turn)
                     signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-4, {spread_seconds}))
                     call(**options)
+                    armed.clear()
                 except Alarm:
                     hits[call.__name__] += 1
-                armed.clear()
+                signal.setitimer(signal.ITIMER_REAL, 0)  # while Python ends it would kill
             if state() == "yielded":
                 gpumem_otel.restore()
             assert state() == "running", state()

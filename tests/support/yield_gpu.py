@@ -235,7 +235,7 @@ class Jobs:
             job.kill()
             out, errors = job.communicate()
             raise AssertionError(f"it hangs\n{out[-1000:]}\n{errors[-3000:]}") from None
-        assert job.returncode == 0, f"{out[-1000:]}\n{errors[-4000:]}"
+        assert job.returncode == 0, f"{job.returncode}\n{out[-1000:]}\n{errors[-4000:]}"
         told: dict[str, object] = json.loads(out.splitlines()[-1])
         return told
 
