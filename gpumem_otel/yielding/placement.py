@@ -1,4 +1,4 @@
-"""Where the bytes of each storage go: host memory first, the largest storages before the others."""
+"""Where the bytes of each storage go, and in which order: host memory first, then the disk."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from gpumem_otel.yielding.devices import Devices
     from gpumem_otel.yielding.diskfile import DiskFile
 
-__all__ = ["Item", "memory_needed", "parts_of", "place", "place_first"]
+__all__ = ["Item", "in_turn", "memory_needed", "parts_of", "place", "place_first"]
 
 _ALIGNMENT: Final = 512
+_SMALL_BYTES: Final = 1 << 20
+"""Torch's allocator keeps blocks up to this size in segments of their own (`kSmallSize`): when they
+are allocated does not matter to the larger ones."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +77,7 @@ def place_first(movables: Sequence[Movable], room_bytes: int, each_bytes: int) -
     items: list[Item] = []
     at = 0
     ahead: Counter[int] = Counter()
-    for one in _in_turn(movables):
+    for one in in_turn(movables):
         size = rounded(one.size_bytes, _ALIGNMENT)
         if at + size > room_bytes:
             break
@@ -107,7 +110,7 @@ def place(
     disk: list[Movable] = []
     at = sum(rounded(item.size, _ALIGNMENT) for item in first)
     placed = {id(item.movable) for item in first}
-    for one in _in_turn([one for one in movables if id(one) not in placed]):
+    for one in in_turn([one for one in movables if id(one) not in placed]):
         size = rounded(one.size_bytes, _ALIGNMENT)
         if at + size <= room_bytes:
             items.append(Item(one, InMemory(at)))
@@ -124,14 +127,31 @@ def place(
     return items, memory_bytes
 
 
-def _in_turn(movables: Sequence[Movable]) -> list[Movable]:
-    """Largest first, the devices in turn by the share that is through: all links are at work."""
-    totals: Counter[int] = Counter()
-    for one in movables:
-        totals[one.device] += one.size_bytes
-    done: Counter[int] = Counter()
+def in_turn(movables: Sequence[Movable]) -> list[Movable]:
+    """In which order they are copied, and allocated anew.
+
+    The largest first, since a block that comes later may take the room of a larger one; of several
+    devices in turn by the share that is through, so that all links are at work. Small ones evenly
+    among the large ones: asking for one takes longer than copying it, which costs nothing while a
+    link has large ones to copy.
+    """
+    ordered = sorted(movables, key=lambda one: -one.size_bytes)
+    totals: Counter[tuple[int, bool]] = Counter()
+    for one in ordered:
+        totals[one.device, _is_small(one)] += _weight(one)
+    done: Counter[tuple[int, bool]] = Counter()
     ranked: list[tuple[float, int, Movable]] = []
-    for number, one in enumerate(sorted(movables, key=lambda one: -one.size_bytes)):
-        ranked.append((done[one.device] / max(totals[one.device], 1), number, one))
-        done[one.device] += one.size_bytes
+    for number, one in enumerate(ordered):
+        kind = one.device, _is_small(one)
+        ranked.append((done[kind] / totals[kind], number, one))
+        done[kind] += _weight(one)
     return [one for _, _, one in sorted(ranked, key=lambda entry: entry[:2])]
+
+
+def _is_small(one: Movable) -> bool:
+    return one.size_bytes <= _SMALL_BYTES
+
+
+def _weight(one: Movable) -> int:
+    """What it takes: small ones all the same, whatever their size."""
+    return 1 if _is_small(one) else one.size_bytes

@@ -1,7 +1,7 @@
 """Storages that are emptied, and that are given memory and their contents again.
 
-A block goes back to the stream that it belonged to, and comes back to the same: the largest first,
-each on its own stream, each copy as soon as its storage is there.
+A block goes back to the stream that it belonged to, and comes back to the same, each copy as soon
+as its storage is there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from gpumem_otel.core.text import human_bytes
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.yielding.garbage import uncollected
-from gpumem_otel.yielding.placement import parts_of
+from gpumem_otel.yielding.placement import in_turn, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
@@ -131,8 +131,9 @@ class Refill:
         return found
 
     def _allocated(self, items: Sequence[Item]) -> Generator[Item, None, None]:
-        """One after the other, the largest first, each on its block's own stream."""
-        ordered = sorted(items, key=lambda item: -item.size)
+        """One after the other, each on its block's own stream."""
+        item_of = {id(item.movable): item for item in items}
+        ordered = [item_of[id(one)] for one in in_turn([item.movable for item in items])]
         at: tuple[int, int] | None = None
         with ExitStack() as stream:
             for number, item in enumerate(ordered):

@@ -44,7 +44,7 @@ def test_the_links_of_several_devices_work_at_once(make):
         movable(one.untyped_storage(), device=0 if number < 3 else 1)
         for number, one in enumerate(tensors)
     ]
-    order = [one.device for one in placement._in_turn(goes)]
+    order = [one.device for one in placement.in_turn(goes)]
     assert order in ([0, 1, 0, 1, 0, 1], [1, 0, 1, 0, 1, 0])
     parts.out(goes)
     parts.back()

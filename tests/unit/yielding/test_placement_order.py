@@ -1,0 +1,61 @@
+"""In which order storages are copied and allocated anew."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpumem_otel.core.yields import Movable
+from gpumem_otel.yielding.placement import in_turn
+
+MIB = 1 << 20
+
+
+def movable(size_bytes, device=0):
+    return Movable(
+        storage=object(),
+        device=device,
+        address=0,
+        size_bytes=size_bytes,
+        block_bytes=size_bytes,
+        stream=0,
+        tensor_class="parameter",
+    )
+
+
+def sizes_of(order):
+    return [one.size_bytes for one in order]
+
+
+def test_the_largest_first_and_the_small_evenly_among_them():
+    """Asking for a small copy takes longer than the copy: it is hidden behind a large one."""
+    large = [movable(size * MIB) for size in (2, 8, 4, 2)]
+    small = [movable(size) for size in range(1, 9)]
+    order = in_turn([*small, *large])
+    assert sizes_of(order) == [
+        8 * MIB, 8, 7, 6, 5,
+        4 * MIB, 4, 3,
+        2 * MIB, 2,
+        2 * MIB, 1,
+    ]  # fmt: skip
+
+
+def test_a_block_of_a_mebibyte_has_a_segment_of_the_small_ones():
+    order = in_turn([movable(MIB), movable(MIB + 1), movable(MIB + 2)])
+    assert sizes_of(order) == [MIB + 2, MIB, MIB + 1]
+
+
+def test_devices_take_turns_by_the_share_that_is_through():
+    order = in_turn([*[movable(6 * MIB, 0)] * 2, *[movable(2 * MIB, 1)] * 4])
+    assert [one.device for one in order] == [0, 1, 1, 0, 1, 1]
+
+
+@given(st.lists(st.tuples(st.integers(1, 4 * MIB), st.integers(0, 2)), max_size=40))
+def test_all_come_once_and_larger_ones_of_a_kind_and_device_before_smaller(asked):
+    given_ = [movable(*one) for one in asked]
+    order = in_turn(given_)
+    assert sorted(map(id, order)) == sorted(map(id, given_))
+    for device in range(3):
+        here = sizes_of(one for one in order if one.device == device)
+        for kind in ([s for s in here if s > MIB], [s for s in here if s <= MIB]):
+            assert kind == sorted(kind, reverse=True)
