@@ -76,7 +76,7 @@ def no_residue():
     yield
     if "support.yield_parts" in sys.modules:
         for engine in list(sys.modules["support.yield_parts"].World.made):
-            engine._apart.close()
+            engine._caller.close()
     for thread in set(threading.enumerate()) - threads:
         with contextlib.suppress(RuntimeError):  # a server's, of this very moment: not begun yet
             thread.join(timeout=5)

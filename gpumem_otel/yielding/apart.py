@@ -17,7 +17,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from gpumem_otel.logs import named_logger
-from gpumem_otel.yielding.latch import Latch
+from gpumem_otel.yielding.latch import Latch, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,6 +48,7 @@ class Ended(Generic[_Result]):
             that ends the process rather than an error of the job.
         times: how many there were.
         done: it has ended.
+        turn: whose it is to say whether it begins.
     """
 
     results: list[_Result] = field(default_factory=list)
@@ -55,7 +56,7 @@ class Ended(Generic[_Result]):
     interrupt: BaseException | None = None
     times: int = 0
     done: Latch = field(default_factory=Latch)
-    turn: dict[str, str] = field(default_factory=dict)
+    turn: Turn = field(default_factory=Turn)
 
     def interrupted(self, error: BaseException) -> None:
         """One more."""
@@ -63,10 +64,6 @@ class Ended(Generic[_Result]):
         first = self.interrupt
         if first is None or (isinstance(first, Exception) and not isinstance(error, Exception)):
             self.interrupt = error
-
-    def begins(self, who: str) -> bool:
-        """Whether it is this one who does it: said in one step, whoever else asks."""
-        return self.turn.setdefault("who", who) == who
 
     def result(self) -> _Result:
         """What it returned; raises what it raised, once."""
@@ -139,7 +136,7 @@ class Apart:
         while True:
             try:
                 if ended.times and not told:
-                    if ended.begins(_CALLER):
+                    if ended.turn.goes_to(_CALLER):
                         return  # it was not begun, and never will be
                     interrupted()
                     told = True
@@ -161,7 +158,7 @@ class Apart:
         context = contextvars.copy_context()
 
         def job() -> None:
-            if ended.begins(_THREAD):
+            if ended.turn.goes_to(_THREAD):
                 ended.run(context, action)
 
         try:

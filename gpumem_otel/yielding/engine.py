@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -28,14 +28,13 @@ from gpumem_otel.core.yields import (
 )
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
-from gpumem_otel.yielding.apart import PATIENCE, Apart, Ended
 from gpumem_otel.yielding.board import Board
-from gpumem_otel.yielding.lease import FIRST_BACK_OFF_SECONDS, Lease
+from gpumem_otel.yielding.caller import Caller
+from gpumem_otel.yielding.lease import Lease
 from gpumem_otel.yielding.phases import Phases, Urgency
 from gpumem_otel.yielding.reports import dry_report, restore_report, yield_report
 from gpumem_otel.yielding.wording import (
     asks_same,
-    gives,
     kind_of,
     less_of,
     line_of,
@@ -82,7 +81,7 @@ class YieldEngine:
         self._environ = environ
         self._clock = parts.clock
         self._board = Board(parts.clock, counters)
-        self._apart = Apart()
+        self._caller = Caller(self._now, parts.safe_points, self._board)
         self.phases = Phases(parts, self._board)
         self.phases.on_interrupt = self._interrupted
         if parts.checkpoint is not None:
@@ -145,9 +144,7 @@ class YieldEngine:
             YieldFailedError: it ended in another state, which the message names.
             BaseException: what a signal handler raised meanwhile: it is undone first.
         """
-        job = self._parts.safe_points.owner or threading.main_thread()
-        here = self._asked_here() if job is threading.current_thread() else None
-        return self._for_caller(request, who, here)
+        return self._caller.waits_for(request, who, self._caller.stands_here())
 
     def restore(self, request: RestoreRequest | None = None, who: str = "job") -> YieldReport:
         """Take memory again; returns once it is there.
@@ -157,7 +154,7 @@ class YieldEngine:
             YieldFailedError: something is lost.
             BaseException: what a signal handler raised meanwhile: it is finished first.
         """
-        return self._for_caller(request or RestoreRequest(), who)
+        return self._caller.waits_for(request or RestoreRequest(), who)
 
     def close(self, seconds: float) -> None:
         """The process ends, or uninstalls: nothing may be left that keeps it from it.
@@ -182,7 +179,7 @@ class YieldEngine:
                 # the keeper goes on trying: what the interpreter frees at its end waits for the
                 # driver
                 checkpoint.close()
-        self._apart.close()
+        self._caller.close()
         with self._lock:
             self._closed = True
             if self._running is None:
@@ -195,80 +192,6 @@ class YieldEngine:
             forget()
 
     # operations
-
-    def _for_caller(
-        self,
-        request: YieldRequest | RestoreRequest,
-        who: str,
-        here: Callable[[], Parked] | None = None,
-    ) -> YieldReport:
-        """The operation, on a thread of ours where the main thread asks for it, see `apart`."""
-        urgency, failed = Urgency(), None
-        ended: Ended[YieldReport] = Ended()
-        try:
-            action = partial(self._now_or_undone, request, who, here, urgency)
-            self._apart.run(action, ended, partial(self._caller_interrupted, urgency))
-            if ended.interrupt is None:
-                failed = ended.error
-                return ended.result()
-        except BaseException as error:  # an interrupt, in whichever of these lines
-            if error is failed:
-                raise
-            ended.interrupted(error)
-        raise self._unwound(request, ended, urgency)
-
-    def _unwound(
-        self,
-        request: YieldRequest | RestoreRequest,
-        ended: Ended[YieldReport],
-        urgency: Urgency,
-    ) -> BaseException:
-        """The memory first, since the job's unwinding needs it; then what interrupted it."""
-        urgency.interrupt()
-        if ended.times <= PATIENCE:
-            self._apart.wait(ended, lambda: None)
-            if ended.results and gives(request):
-                self._apart.run(self._take_again, Ended(), lambda: None)
-        return ended.interrupt or KeyboardInterrupt()
-
-    def _now_or_undone(
-        self,
-        request: YieldRequest | RestoreRequest,
-        who: str,
-        here: Callable[[], Parked] | None,
-        urgency: Urgency,
-    ) -> YieldReport:
-        report = self._now(request, who, here=here, urgency=urgency)
-        if urgency.cancelled and gives(request):
-            self._take_again()  # it was too late to give it up
-        return report
-
-    def _take_again(self) -> None:
-        """For a caller who was interrupted."""
-        if self._board.state is YieldState.YIELDED:
-            try:
-                self._now(RestoreRequest(), "signal", urgency=Urgency(hurried=True))
-            except Exception as error:
-                _log.warning("after an interrupt: %s", error)
-
-    @staticmethod
-    def _caller_interrupted(urgency: Urgency) -> None:
-        urgency.interrupt()
-        with suppress(Exception):  # the job's handlers and filters
-            _log.warning("interrupted: the operation comes to its end first, a yield is undone")
-
-    def _asked_here(self) -> Callable[[], Parked]:
-        """Whether the calling thread is at a safe point, said where the operation asks for it."""
-        try:
-            parked = self._parts.safe_points.here()
-        except YieldRefusedError as error:
-            refusal = error
-
-            def refuse() -> Parked:
-                raise refusal
-
-            return refuse
-        return lambda: parked
 
     def _now(
         self,
@@ -432,7 +355,7 @@ class YieldEngine:
             return YieldRefusedError(f"{message}; undone, the job goes on as before")
         reason = f"{message}; and undoing it: {left or 'not possible'}"
         if state is YieldState.YIELDED:
-            self._try_again()
+            self._lease.try_again()
         self._end(operation_id, OperationState.FAILED, error=reason, reason=reason)
         self.phases.let_interrupts_through()
         self._evict(reason)
@@ -448,13 +371,6 @@ class YieldEngine:
         if not isinstance(error, Exception):
             return error
         return YieldFailedError(f"{message}; all else is as before, the state is running")
-
-    def _try_again(self) -> None:
-        """Nobody else would bring the memory back once there is room."""
-        try:
-            self._lease.start(FIRST_BACK_OFF_SECONDS)
-        except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
-            _log.warning("a restore is not tried again: %s", error)
 
     def _run_restore(self, operation_id: str, request: RestoreRequest) -> YieldReport:
         phases, offload = self.phases, self._parts.offload
@@ -510,7 +426,7 @@ class YieldEngine:
         if state is YieldState.RUNNING:
             self._lease.stop()
         elif state is YieldState.YIELDED and who in _BY_THEMSELVES:
-            self._try_again()
+            self._lease.try_again()
         message = line_of("restore", error)
         refused = isinstance(error, YieldRefusedError)
         outcome = OperationState.REFUSED if refused else OperationState.FAILED

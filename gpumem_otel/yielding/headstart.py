@@ -12,6 +12,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.latch import Turn
 from gpumem_otel.yielding.placement import Item, parts_of, place_first
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class HeadStart:
         self._devices = devices
         self._mover = mover
         self._error: BaseException | None = None
-        self._turn: dict[str, str] = {}
+        self._turn = Turn()  # one of the two begins the copies
         self._done = threading.Event()
         self.used = sorted({one.device for one in movables})
         self.items = place_first(movables, pool.ready_bytes, most_bytes // max(len(self.used), 1))
@@ -92,8 +93,7 @@ class HeadStart:
             _log.debug("the copy is not begun ahead", exc_info=True)
 
     def _begin(self) -> None:
-        # one of the two begins them, and setdefault says who in one step
-        if self._turn.setdefault("who", _THREAD) != _THREAD:
+        if not self._turn.goes_to(_THREAD):
             return
         try:
             with self._devices.at_rest(self.used):
@@ -105,7 +105,7 @@ class HeadStart:
 
     def _wait(self) -> None:
         """The thread is done with it, or will never begin."""
-        if self._turn.setdefault("who", _OWNER) == _THREAD:
+        if not self._turn.goes_to(_OWNER):
             self._done.wait()
 
     def takes(self, kept: Sequence[Movable]) -> bool:
@@ -123,7 +123,7 @@ class HeadStart:
         self._wait()
         if self._error is not None:
             raise self._error
-        if self._turn["who"] == _OWNER:
+        if self._turn.goes_to(_OWNER):
             self._mover.begin()
         return self._mover
 

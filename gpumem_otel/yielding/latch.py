@@ -1,4 +1,4 @@
-"""An event that interrupts can not break."""
+"""An event, and whose turn it is, that interrupts can not break."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from queue import Empty, SimpleQueue
 from typing import Final
 
-__all__ = ["Latch"]
+__all__ = ["Latch", "Turn"]
 
 _SLICE_SECONDS: Final = 0.5
 """How late a signal is handled that the kernel gave to another thread: then nothing interrupts the
@@ -53,3 +53,14 @@ class Latch:
                 continue
             self._told.put(None)  # the next who waits
         return True
+
+
+class Turn(dict[None, str]):
+    """Goes to whoever asks for it first, and stays with it.
+
+    A dict, so that no line of ours runs when one is made.
+    """
+
+    def goes_to(self, who: str) -> bool:
+        """Whether it is this one's: said in one step, whoever else asks; the same each time."""
+        return self.setdefault(None, who) == who

@@ -5,12 +5,16 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
+from gpumem_otel.logs import named_logger
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpumem_otel.core.ports import Clock
 
 __all__ = ["Lease"]
+
+_log = named_logger("gpumem_otel.yield")
 
 FIRST_BACK_OFF_SECONDS: Final = 1.0
 MOST_BACK_OFF_SECONDS: Final = 60.0
@@ -37,6 +41,13 @@ class Lease:
         threading.Thread(
             target=self._run, args=(self._ends, seconds), name="gpumem-otel-lease", daemon=True
         ).start()
+
+    def try_again(self) -> None:
+        """Soon: nobody else would bring the memory back once there is room."""
+        try:
+            self.start(FIRST_BACK_OFF_SECONDS)
+        except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
+            _log.warning("a restore is not tried again: %s", error)
 
     def stop(self) -> None:
         """There is no lease any more."""

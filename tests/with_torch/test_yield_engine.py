@@ -130,7 +130,7 @@ class Rig:
         self.engine = YieldEngine(parts, counters=Counters(), environ={})
 
     def close(self) -> None:
-        self.engine._apart.close()
+        self.engine._caller.close()
         self.steps.stop()
         self.pool.give_back()
         self.host.close()

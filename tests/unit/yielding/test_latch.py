@@ -1,4 +1,4 @@
-"""An event that what a signal handler raises can not break."""
+"""What threads tell each other by, and what a signal handler raises can not break."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from gpumem_otel.yielding.latch import Latch
+from gpumem_otel.yielding.latch import Latch, Turn
 
 
 def test_it_opens_for_all_who_wait_and_for_all_who_come_later():
@@ -74,3 +74,20 @@ def test_an_interrupted_wait_leaves_it_as_it_was():
     assert hits == 500
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_turn_goes_to_one_of_all_who_ask_at_once_and_stays_there():
+    for _ in range(200):
+        turn, at_once, told = Turn(), threading.Barrier(2), {}
+
+        def asks(who, turn=turn, at_once=at_once, told=told):
+            at_once.wait(20)
+            told[who] = turn.goes_to(who)
+
+        threads = [threading.Thread(target=asks, args=(who,)) for who in ("one", "other")]
+        for one in threads:
+            one.start()
+        for one in threads:
+            one.join(20)
+        assert sorted(told.values()) == [False, True]
+        assert {who: turn.goes_to(who) for who in told} == told

@@ -1,0 +1,155 @@
+"""The thread that asks for an operation and waits until it has ended.
+
+A thread of ours does what the main thread asks for (`apart.py`). What a signal handler raises
+meanwhile is held until the operation has ended, and a yield is undone: the job's unwinding needs
+its memory. Every line here that runs on the main thread may be the one that is interrupted.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from gpumem_otel.core.yields import RestoreRequest, YieldState
+from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.apart import PATIENCE, Apart, Ended
+from gpumem_otel.yielding.phases import Urgency
+from gpumem_otel.yielding.wording import gives
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpumem_otel.core.yields import YieldReport, YieldRequest
+    from gpumem_otel.yielding.board import Board
+    from gpumem_otel.yielding.safepoint import Parked, SafePoints
+
+__all__ = ["Caller", "Operate"]
+
+_log = named_logger("gpumem_otel.yield")
+
+
+class Operate(Protocol):
+    """One operation."""
+
+    def __call__(
+        self,
+        request: YieldRequest | RestoreRequest,
+        who: str,
+        *,
+        here: Callable[[], Parked] | None = None,
+        urgency: Urgency,
+    ) -> YieldReport:
+        """Done by the thread that calls, from its beginning to its end."""
+        ...
+
+
+class Caller:
+    """Whichever thread asks; several may at once.
+
+    Args:
+        operate: one operation, with an urgency that is its own: an interrupt of this caller
+            cancels nobody else's.
+        safe_points: know the job's thread, and whether it is between two pieces of work.
+        board: says whether memory is away.
+    """
+
+    def __init__(self, operate: Operate, safe_points: SafePoints, board: Board) -> None:
+        self._operate = operate
+        self._safe_points = safe_points
+        self._board = board
+        self._apart = Apart()
+
+    def stands_here(self) -> Callable[[], Parked] | None:
+        """Whether the calling thread is at a safe point, said where the operation asks for it.
+
+        None where it is not the job's: as long as none has reached one, the main thread is.
+        """
+        job = self._safe_points.owner or threading.main_thread()
+        if job is not threading.current_thread():
+            return None
+        try:
+            parked = self._safe_points.here()
+        except YieldRefusedError as error:
+            refusal = error
+
+            def refuse() -> Parked:
+                raise refusal
+
+            return refuse
+        return lambda: parked
+
+    def waits_for(
+        self,
+        request: YieldRequest | RestoreRequest,
+        who: str,
+        here: Callable[[], Parked] | None = None,
+    ) -> YieldReport:
+        """The operation, on a thread of ours where the main thread asks for it.
+
+        Raises:
+            BaseException: what a signal handler raised meanwhile, once it has ended and no memory
+                is away; or what the operation raised.
+        """
+        urgency, failed = Urgency(), None
+        ended: Ended[YieldReport] = Ended()
+        try:
+            action = partial(self._now_or_undone, request, who, here, urgency)
+            self._apart.run(action, ended, partial(_interrupted, urgency))
+            if ended.interrupt is None:
+                failed = ended.error
+                return ended.result()
+        except BaseException as error:  # an interrupt, in whichever of these lines
+            if error is failed:
+                raise
+            ended.interrupted(error)
+        raise self._unwound(request, ended, urgency)
+
+    def close(self) -> None:
+        """The thread of ours ends once it has nothing to do; the next operation has another."""
+        self._apart.close()
+
+    def _unwound(
+        self,
+        request: YieldRequest | RestoreRequest,
+        ended: Ended[YieldReport],
+        urgency: Urgency,
+    ) -> BaseException:
+        """The memory first, since the job's unwinding needs it; then what interrupted it."""
+        urgency.interrupt()
+        if ended.times <= PATIENCE:
+            self._apart.wait(ended, lambda: None)
+            if ended.results and gives(request):
+                self._apart.run(self._take_again, Ended(), lambda: None)
+        return ended.interrupt or KeyboardInterrupt()
+
+    # on the thread of ours
+
+    def _now_or_undone(
+        self,
+        request: YieldRequest | RestoreRequest,
+        who: str,
+        here: Callable[[], Parked] | None,
+        urgency: Urgency,
+    ) -> YieldReport:
+        report = self._operate(request, who, here=here, urgency=urgency)
+        if urgency.cancelled and gives(request):
+            self._take_again()  # it was too late to give it up
+        return report
+
+    def _take_again(self) -> None:
+        """For a caller who was interrupted."""
+        if self._board.state is YieldState.YIELDED:
+            try:
+                self._operate(RestoreRequest(), "signal", urgency=Urgency(hurried=True))
+            except Exception as error:
+                _log.warning("after an interrupt: %s", error)
+
+
+def _interrupted(urgency: Urgency) -> None:
+    """On the main thread, which waits on."""
+    urgency.interrupt()
+    with suppress(Exception):  # the job's handlers and filters
+        _log.warning("interrupted: the operation comes to its end first, a yield is undone")

@@ -1,0 +1,219 @@
+"""Who asks for an operation: whose safe point it is, and signals that come while he waits."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+from support.interrupts import Interrupts
+from support.yield_parts import LoopingJob, World, ended
+
+from gpumem_otel.core.yields import (
+    OperationState,
+    RestoreRequest,
+    YieldLevel,
+    YieldRequest,
+    YieldState,
+)
+from gpumem_otel.errors import YieldRefusedError
+
+TENSORS = YieldRequest(level=YieldLevel.TENSORS)
+
+
+def interrupt():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def until_told(world: World) -> None:
+    until_interrupted(world.engine.phases.urgency)
+
+
+def until_interrupted(urgency) -> None:
+    while not urgency.cancelled:
+        threading.Event().wait(0.01)
+
+
+@pytest.fixture
+def world():
+    return World()
+
+
+def test_no_safe_point_is_said_where_the_operation_asks_for_it(world):
+    caller = world.engine._caller
+    here = caller.stands_here()
+    assert here().thread is threading.current_thread()
+    world.safe_points._unsafe = lambda: "a stream captures"
+    refuses = caller.stands_here()
+    for _ in range(2):
+        with pytest.raises(YieldRefusedError, match="a stream captures; try again between two"):
+            refuses()
+    with LoopingJob(world.safe_points):
+        assert caller.stands_here() is None, "the job's thread is another"
+
+
+def test_no_line_of_an_operation_runs_on_the_main_thread(world):
+    threads = set()
+    world.offload.during_copy = lambda: threads.add(threading.current_thread())
+    find = world.finder.find
+    world.finder.find = lambda **more: (threads.add(threading.current_thread()), find(**more))[1]
+    world.engine.yield_(TENSORS)
+    assert world.engine.phases.parked.thread is threading.main_thread()
+    world.engine.restore()
+    assert threads
+    assert threading.main_thread() not in threads
+
+
+def test_a_yield_that_is_interrupted_is_given_up_and_undone(world):
+    def during_copy():
+        interrupt()
+        until_told(world)
+        world.offload.during_copy = lambda: None
+
+    world.offload.during_copy = during_copy
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(TENSORS)
+    status = world.engine.status
+    assert status.state is YieldState.RUNNING
+    assert status.operation.state is OperationState.FAILED
+    assert "stopped" in status.operation.error
+    assert world.all_on_device
+    assert world.engine.phases.parked is None
+    world.engine.yield_(TENSORS)
+    world.engine.restore()
+
+
+def test_a_yield_that_had_succeeded_is_restored_for_the_unwinding(world):
+    def speaks(parked):  # the last that is done
+        interrupt()
+        until_told(world)
+
+    world.safe_points.speaks = speaks
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(TENSORS)
+    status = world.engine.status
+    assert (status.state, status.operation.kind) == (YieldState.RUNNING, "restore")
+    assert status.operation.who == "signal"
+    assert world.all_on_device
+
+
+def test_a_dry_run_that_is_interrupted_restores_nothing(world):
+    find = world.finder.find
+
+    def interrupted(**more):
+        interrupt()
+        return find(**more)
+
+    world.finder.find = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(YieldRequest(level=YieldLevel.TENSORS, dry_run=True))
+    assert world.engine.status.state is YieldState.RUNNING
+    assert world.engine.status.operation.kind == "yield"
+
+
+def test_a_restore_that_is_interrupted_is_finished_first(world):
+    world.engine.yield_(TENSORS)
+    copy_back = world.offload.copy_back
+
+    def interrupted(*arguments):
+        interrupt()
+        until_told(world)
+        return copy_back(*arguments)
+
+    world.offload.copy_back = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.restore(RestoreRequest(wait_seconds=5.0))
+    status = world.engine.status
+    assert (status.state, status.operation.state) == (YieldState.RUNNING, OperationState.DONE)
+    assert world.all_on_device
+
+
+def test_a_callback_that_goes_on_is_not_waited_for(world):
+    go, threads = threading.Event(), []
+
+    def slow():
+        threads.append(threading.current_thread())
+        interrupt()
+        go.wait(30)
+
+    world.callbacks.add(slow, None, None, 25.0)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            world.engine.yield_(TENSORS)
+        status = world.engine.status
+        assert status.operation.error.endswith(
+            "slow is not waited for (the job is interrupted); nothing was moved"
+        )
+        assert threads[0].is_alive()
+    finally:
+        go.set()
+    threads[0].join(20)
+    assert world.all_on_device
+
+
+def test_an_interrupt_before_the_operation_began_is_not_forgotten(world):
+    """The operation's thread is slow to begin, and finds that it was given up meanwhile."""
+    begin, copied = world.engine._begin, []
+
+    def slow(operation_id, request, who, urgency):
+        if isinstance(request, YieldRequest):
+            interrupt()
+            until_interrupted(urgency)  # which is told while nothing runs yet
+        return begin(operation_id, request, who, urgency)
+
+    world.engine._begin = slow
+    world.offload.during_copy = lambda: copied.append(1)
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(TENSORS)
+    assert copied == []
+    status = world.engine.status
+    assert status.state is YieldState.RUNNING
+    assert status.operation.kind == "yield"
+
+
+def test_an_interrupt_cancels_nobody_elses_operation(world):
+    with LoopingJob(world.safe_points) as job:
+        go, copying = threading.Event(), threading.Event()
+
+        def during_copy():
+            copying.set()
+            go.wait(20)
+
+        world.offload.during_copy = during_copy
+        operation = world.engine.submit(TENSORS, "somebody")
+        assert copying.wait(20)
+        operate = world.engine._caller._operate
+
+        def refused(*arguments, urgency, **more):
+            interrupt()
+            until_interrupted(urgency)
+            return operate(*arguments, urgency=urgency, **more)
+
+        world.engine._caller._operate = refused
+        with pytest.raises(KeyboardInterrupt):
+            world.engine.restore()
+        go.set()
+        assert ended(world, operation.id).state is OperationState.DONE
+        world.engine._caller._operate = operate
+        world.engine.restore()
+        job.goes_on()
+
+
+def test_after_the_third_the_operation_brings_the_memory_back_by_itself(world):
+    go = threading.Event()
+    three_times = Interrupts(3)
+    free = world.offload.free
+
+    def slow():
+        free()
+        three_times.send()
+        go.wait(20)
+
+    world.offload.free = slow
+    with three_times, pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(TENSORS)
+    assert not world.all_on_device
+    go.set()
+    while (status := world.engine.status).state is not YieldState.RUNNING:
+        world.engine.wait(status.version, 5.0)
+    assert world.all_on_device
