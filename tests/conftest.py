@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import importlib.util
 import os
@@ -77,10 +76,14 @@ def no_residue():
     if "support.yield_parts" in sys.modules:
         for engine in list(sys.modules["support.yield_parts"].World.made):
             engine._caller.close()
-    for thread in set(threading.enumerate()) - threads:
-        with contextlib.suppress(RuntimeError):  # a server's, of this very moment: not begun yet
+    ours: set[threading.Thread] = set()
+    while fresh := set(threading.enumerate()) - threads - ours:
+        for thread in fresh:
+            while thread.ident is None:  # of this very moment: not begun yet, and not to be joined
+                threading.Event().wait(0.001)
             thread.join(timeout=5)
-    left = [thread.name for thread in set(threading.enumerate()) - threads if thread.is_alive()]
+        ours |= fresh
+    left = [thread.name for thread in ours if thread.is_alive()]
     assert left == [], f"threads left behind: {left}"
     if _sockets() - sockets:
         gc.collect()

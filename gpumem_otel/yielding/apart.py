@@ -9,6 +9,7 @@ pinned and belongs to nobody. So no line of an operation runs there.
 from __future__ import annotations
 
 import contextvars
+import logging
 import os
 import threading
 import weakref
@@ -17,17 +18,20 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.aside import log_aside
 from gpumem_otel.yielding.latch import Latch, Turn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PATIENCE", "Apart", "Ended"]
+__all__ = ["PATIENCE", "WITHOUT", "Apart", "Ended"]
 
 _log = named_logger("gpumem_otel.yield")
 
 PATIENCE: Final = 2
 """Interrupts that wait for the end of the operation; the next one gets through."""
+
+WITHOUT: Final = "%s: the job goes on WITHOUT its memory"
 
 _THREAD: Final = "thread"
 _CALLER: Final = "caller"
@@ -145,7 +149,7 @@ class Apart:
             except BaseException as error:  # noqa: PERF203 - waits, and is seldom interrupted
                 ended.interrupted(error)
                 if ended.times > PATIENCE:
-                    _log.error("%s: the job goes on WITHOUT its memory", type(error).__name__)
+                    log_aside(_log, logging.ERROR, WITHOUT, type(error).__name__, wait_seconds=1.0)
                     raise
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ its memory. Every line here that runs on the main thread may be the one that is 
 
 from __future__ import annotations
 
+import logging
 import threading
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -16,6 +16,7 @@ from gpumem_otel.core.yields import RestoreRequest, YieldState
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.apart import PATIENCE, Apart, Ended
+from gpumem_otel.yielding.aside import log_aside
 from gpumem_otel.yielding.phases import Urgency
 from gpumem_otel.yielding.wording import gives
 
@@ -96,34 +97,44 @@ class Caller:
         urgency, failed = Urgency(), None
         ended: Ended[YieldReport] = Ended()
         try:
-            action = partial(self._now_or_undone, request, who, here, urgency)
-            self._apart.run(action, ended, partial(_interrupted, urgency))
-            if ended.interrupt is None:
-                failed = ended.error
-                return ended.result()
-        except BaseException as error:  # an interrupt, in whichever of these lines
+            try:
+                action = partial(self._now_or_undone, request, who, here, urgency)
+                self._apart.run(action, ended, partial(_interrupted, urgency))
+                if ended.interrupt is None:
+                    failed = ended.error
+                    return ended.result()
+            except BaseException as error:  # an interrupt, in whichever of these lines
+                if error is failed:
+                    raise
+                ended.interrupted(error)
+            self._unwind(request, ended, urgency)
+        except BaseException as error:  # the second, in whichever of those
             if error is failed:
                 raise
             ended.interrupted(error)
-        raise self._unwound(request, ended, urgency)
+            self._unwind(request, ended, urgency)
+        raise ended.interrupt or KeyboardInterrupt()
 
     def close(self) -> None:
         """The thread of ours ends once it has nothing to do; the next operation has another."""
         self._apart.close()
 
-    def _unwound(
+    def _unwind(
         self,
         request: YieldRequest | RestoreRequest,
         ended: Ended[YieldReport],
         urgency: Urgency,
-    ) -> BaseException:
-        """The memory first, since the job's unwinding needs it; then what interrupted it."""
+    ) -> None:
+        """The memory first, since the job's unwinding needs it; done twice it is done once."""
         urgency.interrupt()
         if ended.times <= PATIENCE:
             self._apart.wait(ended, lambda: None)
-            if ended.results and gives(request):
-                self._apart.run(self._take_again, Ended(), lambda: None)
-        return ended.interrupt or KeyboardInterrupt()
+        while ended.results and gives(request) and ended.times <= PATIENCE:
+            again: Ended[None] = Ended()
+            self._apart.run(self._take_again, again, lambda: None)
+            if again.done.is_set():
+                return
+            ended.times += again.times  # it was not begun
 
     # on the thread of ours
 
@@ -151,5 +162,5 @@ class Caller:
 def _interrupted(urgency: Urgency) -> None:
     """On the main thread, which waits on."""
     urgency.interrupt()
-    with suppress(Exception):  # the job's handlers and filters
-        _log.warning("interrupted: the operation comes to its end first, a yield is undone")
+    first = "interrupted: the operation comes to its end first, a yield is undone"
+    log_aside(_log, logging.WARNING, first)

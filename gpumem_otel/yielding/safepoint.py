@@ -10,6 +10,7 @@ looks after them (`gpumem_otel.yielding.stillness`).
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -17,6 +18,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.apart import WITHOUT
+from gpumem_otel.yielding.aside import log_aside
 from gpumem_otel.yielding.latch import Latch
 
 if TYPE_CHECKING:
@@ -203,7 +206,8 @@ class SafePoints:
         """A signal handler raised: the memory comes first, the job's unwinding needs it."""
         asked.interrupted = error
         asked.arrived.set()
-        _log.warning("%s while yielded: bringing the memory back first", type(error).__name__)
+        first = "%s while yielded: bringing the memory back first"
+        log_aside(_log, logging.WARNING, first, type(error).__name__)
         told = asked.on_interrupt is None
         while not asked.go.is_set():
             try:
@@ -215,7 +219,7 @@ class SafePoints:
                 if isinstance(asked.interrupted, Exception) and not isinstance(again, Exception):
                     asked.interrupted = again  # the end of the process rather than an error
                 if asked.stuck:
-                    _log.error("%s: the job goes on WITHOUT its memory", type(again).__name__)
+                    log_aside(_log, logging.ERROR, WITHOUT, type(again).__name__, wait_seconds=1.0)
                     raise
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import signal
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from support.interrupts import Interrupts
@@ -32,6 +35,15 @@ def until_told(world: World) -> None:
 def until_interrupted(urgency) -> None:
     while not urgency.cancelled:
         threading.Event().wait(0.01)
+
+
+def until_it_waits() -> None:
+    """The main thread, for the end of what it asked for: in the same line five times over."""
+    seen = []
+    while len(seen) < 5 or len(set(seen[-5:])) > 1 or not seen[-1][0].endswith("latch.py"):
+        frame = sys._current_frames()[threading.main_thread().ident]
+        seen.append((frame.f_code.co_filename, frame.f_lineno))
+        threading.Event().wait(0.001)
 
 
 @pytest.fixture
@@ -217,3 +229,113 @@ def test_after_the_third_the_operation_brings_the_memory_back_by_itself(world):
     while (status := world.engine.status).state is not YieldState.RUNNING:
         world.engine.wait(status.version, 5.0)
     assert world.all_on_device
+
+
+def test_who_waits_logs_nothing_by_himself(world, caplog):
+    """A second interrupt within a handler of `logging` would leave that locked for ever."""
+    caplog.set_level(logging.DEBUG)
+    go = threading.Event()
+    three_times = Interrupts(3)
+
+    def during_copy():
+        three_times.send()
+        go.wait(20)
+
+    world.offload.during_copy = during_copy
+    with three_times, pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(TENSORS)
+    go.set()
+    for told in ("a yield is undone", "KeyboardInterrupt: the job goes on WITHOUT its memory"):
+        while told not in caplog.text:
+            threading.Event().wait(0.01)
+    main = threading.main_thread().ident
+    assert [r.getMessage() for r in caplog.records if r.thread == main] == []
+
+
+class SecondInterrupt:
+    """Raises in the n-th line of the main thread that waits, counted from the first interrupt."""
+
+    FILES = ("caller.py", "apart.py", "latch.py", "aside.py", "wording.py")
+
+    def __init__(self, line: int) -> None:
+        self.line, self.seen, self.first = line, 0, False
+        self.where = ""
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGINT, self._handler)
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handler(self, number, frame):
+        self.first = True
+        raise KeyboardInterrupt("first")
+
+    def _trace(self, frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if (path.parent.name, path.name in self.FILES) != ("yielding", True):
+            return None
+        if self.first and event == "line":
+            self.seen += 1
+            if self.seen == self.line:
+                self.where = f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise KeyboardInterrupt("second")
+        return self._trace
+
+
+def once(interrupts):
+    """At the first call alone."""
+    left = [interrupts]
+    return lambda *_: left.pop()() if left else None
+
+
+def arm(world: World, moment: str, again: SecondInterrupt) -> None:
+    """Have the next yield interrupted for the first time."""
+
+    def waits():
+        until_it_waits()
+        interrupt()
+        until_told(world)
+
+    def raises():
+        again.first = True
+        raise KeyboardInterrupt("first")
+
+    def and_raises(*arguments):
+        run(*arguments)
+        raises_once()
+
+    apart = world.engine._caller._apart
+    run, raises_once = apart.run, once(raises)
+    if moment == "while it copies":
+        world.offload.during_copy = once(waits)
+    elif moment == "when all is away":
+        world.safe_points.speaks = once(waits)  # the last that is done
+    else:
+        apart.run = and_raises
+
+
+@pytest.mark.parametrize("moment", ["while it copies", "when all is away", "when it has ended"])
+def test_a_second_interrupt_in_whichever_line_leaves_nothing_away(moment):
+    """The job goes on with its memory, whatever line of the wait is interrupted again."""
+    unsafe, lines = [], 0
+    while True:
+        world, again = World(), SecondInterrupt(lines + 1)
+        arm(world, moment, again)
+        with again, pytest.raises(KeyboardInterrupt):
+            world.engine.yield_(TENSORS)
+        if not (world.engine.status.state is YieldState.RUNNING and world.all_on_device):
+            unsafe.append(again.where)
+        if again.seen and not again.where:
+            break
+        lines += bool(again.seen)  # the first may hit the tracing, which ends it
+        while world.engine._running is not None:
+            threading.Event().wait(0.001)
+        if world.engine.status.state is YieldState.RUNNING:
+            world.engine.yield_(TENSORS)
+        world.engine.restore()
+    assert unsafe == []
+    assert lines > 15
