@@ -22,6 +22,7 @@ issues of the repository cuda-checkpoint; what was measured on an H200 with driv
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import math
 import subprocess
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DRIVER",
+    "NOT_INSTALLED",
+    "NOT_LOADED",
+    "NO_DRIVER",
     "NVML",
     "OLDEST_CUDA",
     "OUT_OF_MEMORY",
@@ -41,14 +45,19 @@ __all__ = [
     "DriverError",
     "bring_back",
     "bring_back_within",
+    "has_driver",
     "no_room",
 ]
 
 DRIVER: Final = "cuda.bindings.driver"
 NVML: Final = "pynvml"
+NOT_INSTALLED: Final = 'cuda-bindings is not installed: pip install "gpumem_otel[driver]"'
+NOT_LOADED: Final = 'cuda-bindings can not be imported: pip install "gpumem_otel[driver]"'
+NO_DRIVER: Final = "there is no NVIDIA driver here (libcuda.so.1 can not be loaded)"
 OLDEST_CUDA: Final = 12080
 """What `cuDriverGetVersion` answers with driver 570, the first with these calls."""
 
+_LIBRARY: Final = "libcuda.so.1"
 _STATES: Final = {
     0: "running",
     1: "locked",
@@ -95,12 +104,15 @@ class DriverCalls:
         driver: name of the module with the driver's functions.
 
     Raises:
-        ImportError: the module is not there.
+        ImportError: the module is not there, or broken.
     """
 
     def __init__(self, pid: int, *, driver: str = DRIVER) -> None:
         self._pid = pid
-        self._driver: Any = importlib.import_module(driver)
+        try:
+            self._driver: Any = importlib.import_module(driver)
+        except Exception as error:  # what its binary raises may be anything
+            raise ImportError(NOT_LOADED) from error
 
     def start(self) -> None:
         """Load the driver; makes no context.
@@ -145,11 +157,23 @@ class DriverCalls:
         try:
             result, *values = getattr(self._driver, name)(*arguments)
         except Exception as error:  # no driver library, or one that does not know the call
-            raise DriverError(name, -1, f"{type(error).__name__}: {error}") from error
+            told = f"{name} is not to be had: the driver and cuda-bindings do not fit"
+            if self._driver.__name__ == DRIVER and not has_driver():
+                told = NO_DRIVER
+            raise DriverError(told, -1, "") from error
         if int(result):
             said = getattr(result, "name", "") or str(result)
             raise DriverError(name, int(result), said)
         return tuple(values)
+
+
+def has_driver() -> bool:
+    """Whether the driver's library can be loaded; nothing of it is called."""
+    try:
+        ctypes.CDLL(_LIBRARY)
+    except OSError:
+        return False
+    return True
 
 
 def bring_back(calls: DriverCalls) -> float:

@@ -23,6 +23,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from gpumem_otel.yielding.drivercalls import DRIVER, NO_DRIVER, NOT_INSTALLED, has_driver
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
@@ -61,7 +63,9 @@ def refusal(
     if not sys.executable:
         return "this Python has no executable that a helper process could be started with"
     if not _is_there(driver):
-        return "cuda-bindings is not installed; pip install cuda-bindings nvidia-ml-py"
+        return NOT_INSTALLED
+    if driver == DRIVER and not has_driver():
+        return NO_DRIVER
     if communicators:
         return (
             f"{communicators} NCCL communicator(s) live in this process, it would never come back;"
@@ -77,7 +81,7 @@ def refusal(
 def _is_there(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
+    except Exception:  # of the packages that it is in, which are imported for that
         return False
 
 

@@ -9,7 +9,7 @@ import pytest
 from support import fake_driver
 from support.fake_driver import UUID, Device
 
-from gpumem_otel.yielding import driverprobe
+from gpumem_otel.yielding import drivercalls, driverprobe
 from gpumem_otel.yielding.driverprobe import refusal, why_not_permitted, yama_scope
 
 FAKE = "support.fake_driver"
@@ -67,7 +67,72 @@ def test_nothing_stands_in_the_way(ask, device):
 
 def test_it_is_not_installed(ask):
     for module in ("no_such_package.driver", "no_such_module"):
-        assert "pip install cuda-bindings nvidia-ml-py" in ask(driver=module)
+        assert ask(driver=module) == (
+            'cuda-bindings is not installed: pip install "gpumem_otel[driver]"'
+        )
+
+
+def test_its_package_is_broken(ask, tmp_path, monkeypatch):
+    """Looking for a module imports the packages that it is in."""
+    (tmp_path / "broken_bindings").mkdir()
+    (tmp_path / "broken_bindings/__init__.py").write_text("raise OSError('no such symbol')")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert ask(driver="broken_bindings.driver").startswith("cuda-bindings is not installed: ")
+
+
+def test_there_is_no_driver(ask, monkeypatch):
+    """Asked of the real bindings alone, of which only the name is needed here."""
+    monkeypatch.setattr(driverprobe, "_is_there", lambda _module: True)
+    monkeypatch.setattr(drivercalls, "_LIBRARY", "libc.so.6")
+    assert ask(driver=drivercalls.DRIVER) == ""
+    monkeypatch.setattr(drivercalls, "_LIBRARY", "libno-such-driver.so.1")
+    assert ask(driver=drivercalls.DRIVER) == (
+        "there is no NVIDIA driver here (libcuda.so.1 can not be loaded)"
+    )
+
+
+BINDINGS = """
+def cuDriverGetVersion():
+    raise RuntimeError('"cuda" is a driver library,\\nsee the insides of the binding')
+"""
+
+
+@pytest.mark.parametrize(
+    ("library", "says"),
+    [
+        ("libno-such-driver.so.1", "there is no NVIDIA driver here (libcuda.so.1 can not be"),
+        ("libc.so.6", "cuDriverGetVersion is not to be had: the driver and cuda-bindings do not"),
+    ],
+)
+def test_what_the_bindings_raise_is_not_told(tmp_path, monkeypatch, library, says):
+    for name, text in (("__init__", ""), ("bindings/__init__", ""), ("bindings/driver", BINDINGS)):
+        path = tmp_path / "cuda" / f"{name}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(drivercalls, "_LIBRARY", library)
+    for name in [one for one in sys.modules if one.partition(".")[0] == "cuda"]:
+        monkeypatch.delitem(sys.modules, name)
+    try:
+        calls = drivercalls.DriverCalls(os.getpid())
+        with pytest.raises(drivercalls.DriverError) as caught:
+            calls._call("cuDriverGetVersion")
+    finally:
+        for name in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
+            sys.modules.pop(name, None)
+    assert str(caught.value).startswith(says)
+    assert "insides" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["raise OSError('no such symbol')", "import no_such_module"])
+def test_bindings_that_can_not_be_imported(tmp_path, monkeypatch, text):
+    (tmp_path / "broken_driver.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError) as caught:
+        drivercalls.DriverCalls(os.getpid(), driver="broken_driver")
+    assert str(caught.value) == (
+        'cuda-bindings can not be imported: pip install "gpumem_otel[driver]"'
+    )
 
 
 def test_what_the_caller_knows(ask):
