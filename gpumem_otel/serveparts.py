@@ -103,7 +103,11 @@ class ServeParts:
         self.listener, self._announced = listener, identity
 
     def start_control(self) -> None:
-        """Take commands to yield and restore, where the job says so."""
+        """Take commands to yield and restore, where the job says so.
+
+        Raises:
+            ServeError: the listener can not be, or its port; the socket may be there all the same.
+        """
         if not self._config.control.enabled:
             return
         from gpumem_otel.serve.control import ControlListener
@@ -122,6 +126,7 @@ class ServeParts:
             lambda left: listener.stop(min(left, LISTENER_STOP_SECONDS)),
         )
         self.control = listener
+        listener.must_have_port()  # else counted and said as any failure: the socket is there
 
     def announce(self, identity: Identity) -> None:
         """This is who the process is now: torch.distributed may have come up meanwhile."""

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gpumem_otel.core.model import DeviceStats
     from gpumem_otel.yielding.callbacks import Callbacks
     from gpumem_otel.yielding.safepoint import SafePoints
+    from gpumem_otel.yielding.seams import Finding
 
 __all__ = ["compose"]
 
@@ -56,6 +57,7 @@ def compose(
     several: Callable[[], bool] = bool,
     note: str = "",
     device_type: str = "cuda",
+    finder: Finding | None = None,
 ) -> YieldEngine:
     """Build an engine over a source that is armed; torch is imported.
 
@@ -72,6 +74,7 @@ def compose(
         several: whether the job's steps are those of one of several optimizers.
         note: for each report.
         device_type: `cpu` for tests without a GPU.
+        finder: of what can go; None for all that torch's allocator of the GPU gave out.
     """
     torch: Any = sys.modules["torch"]
     devices: Any = CudaDevices(torch) if device_type == "cuda" else CpuDevices(torch)
@@ -101,7 +104,7 @@ def compose(
         return {uuid: torch.cuda.memory_reserved(at) for at, uuid in uuids().items()}
 
     parts = YieldParts(
-        finder=MovableFinder(source, environ, device_type=device_type),
+        finder=finder or MovableFinder(source, environ, device_type=device_type),
         offload=Offload(
             devices,
             HostPool(devices),

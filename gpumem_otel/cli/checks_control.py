@@ -24,10 +24,12 @@ def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
         advice = "set GPUMEM_OTEL_CONTROL=1 for 'gpumem-otel ctl'"
         return [Check("control", MISSING, "off: no commands to yield are taken", advice)]
     found = refusals(asked, run_dir=run_dir, local_rank=identify(environ).local_rank)
-    if found:
+    if found.port or found.socket:
+        by_socket = bool(run_dir) and not found.socket
+        by_port = bool(asked.host) and not found.port
         return [
-            Check("control", PROBLEM, f"would not start, because: {line}", "no commands are taken")
-            for line in found
+            *(_refused("over TCP ", line, _else(by_socket, "the socket")) for line in found.port),
+            *(_refused("", line, _else(by_port, "the port")) for line in found.socket),
         ]
     where = [f"a socket in {run_dir}"] if run_dir else []
     if asked.host:
@@ -38,3 +40,11 @@ def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
     advice = "GPUMEM_OTEL_CONTROL_TOKEN is inherited by every child process: use a token file"
     detail = f"takes commands at {' and '.join(where)}"
     return [Check("control", OK, detail, advice if inherited else "")]
+
+
+def _refused(door: str, line: str, advice: str) -> Check:
+    return Check("control", PROBLEM, f"{door}would not start, because: {line}", advice)
+
+
+def _else(other: bool, name: str) -> str:
+    return f"{name} takes commands all the same" if other else "no commands are taken"

@@ -263,7 +263,7 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
     names_shown = {client.target.url: f"{kind} {i}" for i, client in enumerate(clients)}
     call = partial(ctl_jobs.command, kind=kind, body=body, wait=wait)
     try:
-        with bars(names_shown) as show:
+        with bars(names_shown, kind, silent=as_json) as show:
             outcomes = ctl_jobs.at_once(clients, call, show)
     except KeyboardInterrupt:
         # there is no calling back what a job has begun

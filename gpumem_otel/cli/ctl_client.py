@@ -18,6 +18,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from gpumem_otel.cli.common import CommandFailed
+from gpumem_otel.cli.ctl_hints import hint_of_status, why_no_answer
 from gpumem_otel.errors import ConfigError
 from gpumem_otel.serve.roles import LEAST_TOKEN_CHARACTERS
 
@@ -37,6 +38,9 @@ CONNECT_SECONDS: Final = 10.0
 _MAX_ANSWER_BYTES: Final = 4 << 20
 
 _PORTS: Final = range(1, 65536)
+
+_ERRORS: Final = 400
+"""Statuses from here on are errors."""
 
 _UNIX: Final = "unix:"
 
@@ -64,24 +68,35 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """What is shown over TCP."""
+    """What is shown over TCP.
+
+    Attributes:
+        token_file, cert_file: where it is from, for messages.
+    """
 
     token: str = field(default="", repr=False)
     tls: ssl.SSLContext | None = None
+    token_file: str = ""
+    cert_file: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """An answer whose body is JSON, or nothing."""
+    """An answer whose body is JSON, or nothing.
+
+    Attributes:
+        hint: what helps where it is an error, "" where it says so itself.
+    """
 
     status: int
     value: Any
+    hint: str = ""
 
     @property
     def error(self) -> str:
         """What a problem says, for people."""
-        detail = self.value.get("detail") if isinstance(self.value, dict) else None
-        return f"{detail or 'no control API answers here'} (HTTP {self.status})"
+        said = _detail(self.value) or "no control API answers here"
+        return f"{said}{': ' if self.hint else ''}{self.hint} (HTTP {self.status})"
 
 
 class Unreachable(CommandFailed):
@@ -142,7 +157,7 @@ def credentials(token_file: str, ca_file: str, cert_file: str, key_file: str) ->
         files = " and ".join(filter(None, (ca_file, cert_file, key_file)))
         reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ConfigError(f"TLS files {files}: {reason}") from error
-    return Credentials(token, context)
+    return Credentials(token, context, token_file, cert_file)
 
 
 def _no_prompt() -> str:
@@ -194,10 +209,15 @@ class Client:
             answer = connection.getresponse()
             raw = answer.read(_MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            raise Unreachable(f"{self.target.url}: {_reason(error)}") from error
+            reason = why_no_answer(error, self.target, self._shown)
+            raise Unreachable(f"{self.target.url}: {reason}") from error
         finally:
             connection.close()
-        return Reply(answer.status, _value(raw))
+        return self._reply(answer.status, _value(raw))
+
+    def _reply(self, status: int, value: Any) -> Reply:
+        ours = bool(_detail(value)) or (status < _ERRORS and isinstance(value, dict))
+        return Reply(status, value, hint_of_status(status, self._shown, self.target, ours=ours))
 
     def _connection(self, timeout: float) -> http.client.HTTPConnection:
         target = self.target
@@ -241,16 +261,9 @@ def _value(raw: bytes) -> Any:
         return None
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, ssl.SSLError):
-        return f"TLS: {(error.reason or str(error)).replace('_', ' ').lower()}"
-    if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there (the job has ended?)"
-    if isinstance(error, TimeoutError):
-        return "no answer in time"
-    if isinstance(error, http.client.HTTPException):
-        return f"no HTTP answer ({type(error).__name__})"
-    return getattr(error, "strerror", None) or str(error)
+def _detail(value: Any) -> Any:
+    """Of a problem."""
+    return value.get("detail") if isinstance(value, dict) else None
 
 
 def _is_loopback(host: str) -> bool:

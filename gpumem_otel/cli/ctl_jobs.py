@@ -38,12 +38,17 @@ _BUSY: Final = 503
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far an operation of one process is."""
+    """How far an operation of one process is.
+
+    Attributes:
+        process: who it is, as it says itself.
+    """
 
     url: str
     phase: str
     done_bytes: int
     total_bytes: int
+    process: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +158,9 @@ def command(
     operation = reply.value
     if wait:
         for operation in _followed(client, reply.value):
-            phase = operation["phase"] or ""
-            show(Progress(url, phase, operation["done_bytes"], operation["total_bytes"]))
+            if operation["state"] == "running":
+                done, total = operation["done_bytes"], operation["total_bytes"]
+                show(Progress(url, operation["phase"] or "", done, total, process.process))
     error = ""
     if operation["state"] in {"refused", "failed"}:
         error = f"{url}: {kind} {operation['state']}: {operation['error']}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sys
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import click
 
 from gpumem_otel.core.text import human_bytes, printable, table
 
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["bars", "change_line", "name_of", "report_lines", "state_table"]
 
+_LINE_SECONDS: Final = 10.0
+"""Where there is no terminal: how often a phase that lasts is told of."""
+
 _GIB: Final = 1 << 30
 
 _NS: Final = 1_000_000_000
@@ -23,7 +28,10 @@ _NS: Final = 1_000_000_000
 
 def name_of(outcome: Outcome) -> str:
     """Which process: its job and rank."""
-    process = outcome.process
+    return _who(outcome.process)
+
+
+def _who(process: dict[str, Any]) -> str:
     service = process.get("service_name") or "a job"
     return printable(f"{service} rank {process.get('rank', '?')} (pid {process.get('pid', '?')})")
 
@@ -80,6 +88,8 @@ def report_lines(outcome: Outcome) -> list[str]:
     report = operation["report"]
     if operation["state"] == "running":
         return [printable(f"{who}: {operation['kind']} {operation['id']} has begun")]
+    if operation.get("already"):  # which is younger
+        return [printable(f"{who}: {_already(operation)}")]
     if report is None:
         return [printable(f"{who}: {operation['kind']} done: nothing had to be moved")]
     moved = sum(report["moved_bytes"].values())
@@ -121,14 +131,18 @@ def report_lines(outcome: Outcome) -> list[str]:
 
 
 @contextmanager
-def bars(names: dict[str, str]) -> Iterator[Callable[[Progress], None]]:
-    """A bar on stderr for each target, with GiB and GiB/s; nothing where it is no terminal.
+def bars(
+    names: dict[str, str], kind: str = "", *, silent: bool = False
+) -> Iterator[Callable[[Progress], None]]:
+    """A bar on stderr for each target, with GiB and GiB/s; lines where it is no terminal.
 
     Args:
         names: URL -> what to call it.
+        kind: of the operation, for lines.
+        silent: no lines.
     """
     if not sys.stderr.isatty():
-        yield lambda _: None
+        yield (lambda _: None) if silent else _Lines(kind).show
         return
     from rich.console import Console
     from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -164,6 +178,38 @@ def bars(names: dict[str, str]) -> Iterator[Callable[[Progress], None]]:
             )
 
         yield show
+
+
+class _Lines:
+    """A line on stderr for each phase that is seen, and now and then for one that lasts."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._told: dict[str, tuple[str, float]] = {}
+
+    def show(self, progress: Progress) -> None:
+        """Say how far it is, where there is something new."""
+        phase, at = self._told.get(progress.url, (None, 0.0))
+        now = time.monotonic()
+        if phase == progress.phase and now - at < _LINE_SECONDS:
+            return
+        self._told[progress.url] = progress.phase, now
+        begun = " has begun" if phase is None else " waits"
+        line = _who(progress.process) + f": {self._kind}"
+        line += f": {progress.phase}" if progress.phase else begun
+        if progress.total_bytes:
+            done, total = human_bytes(progress.done_bytes), human_bytes(progress.total_bytes)
+            line += f", {done} of {total}"
+        click.echo(printable(line), err=True)
+
+
+def _already(operation: dict[str, Any]) -> str:
+    """The state that was asked for was there."""
+    if operation["kind"] == "restore":
+        return "nothing is away, nothing had to be restored"
+    moved = sum(((operation["report"] or {}).get("moved_bytes") or {}).values())
+    size = f" ({human_bytes(moved)})" if moved else ""
+    return f"its memory is away already{size}, nothing had to be moved"
 
 
 def _ago(age_ns: int) -> str:

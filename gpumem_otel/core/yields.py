@@ -302,6 +302,8 @@ class Operation:
         phase: the phase it is in, None where it waits or has ended.
         done_bytes: of `total_bytes` of the phase.
         error: one line, "" where there is none.
+        already: of the answer to a command: the state that it asks for was there, so that nothing
+            was begun and nothing moved; all else is of the operation that led to it.
     """
 
     id: str
@@ -313,6 +315,7 @@ class Operation:
     total_bytes: int = 0
     error: str = ""
     report: YieldReport | None = None
+    already: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The control listener: a Unix socket of this user, and over TCP a port that asks for credentials.
 
 Each is a listener of its own (thread, event loop, limits), so that whoever floods the port does
-not keep the person on the machine from the socket.
+not keep the person on the machine from the socket, and no mistake in the settings of the port does.
 """
 
 from __future__ import annotations
@@ -49,8 +49,13 @@ class ControlListener:
         counters: where failures are counted.
         limits: (commands at once, commands a second) of one sender; None for the usual ones.
 
+    Attributes:
+        refusal: why nothing is taken over TCP, though settings speak of it, and the socket is
+            there; "" where that is not so.
+
     Raises:
-        ServeError: something that would open a door to strangers, or can not be used.
+        ServeError: something that would open a door to strangers, or can not be used, and there
+            is no socket either.
     """
 
     def __init__(
@@ -64,7 +69,7 @@ class ControlListener:
         limits: tuple[int, float] | None = None,
     ) -> None:
         self._identity = identity
-        gatekeeper = Gatekeeper(config)
+        self.refusal = ""
         make = partial(
             _Door,
             control,
@@ -79,21 +84,16 @@ class ControlListener:
             self._local = make(
                 lambda: UnixBinding(run_dir, identity.local_rank),
                 hosts=("localhost", ()),
-                authenticate=lambda peer, _: gatekeeper.local(peer),
+                authenticate=lambda peer, _: Gatekeeper.local(peer),
                 tls=None,
             )
             self._doors.append(self._local)
         self._remote: _Door | None = None
-        if config.host:
-            tls = server_context(config)
-            refuse_open_door(config, gatekeeper, tls)
-            port = port_of(config, identity.local_rank)
-            self._remote = make(
-                lambda: TcpBinding(config.host, port),
-                hosts=(config.host, config.allowed_hosts),
-                authenticate=gatekeeper.remote,
-                tls=tls,
-            )
+        try:
+            self._remote = _over_tcp(config, identity.local_rank, make)
+        except ServeError as error:
+            self._no_port(error)
+        if self._remote is not None:
             self._doors.append(self._remote)
         if not self._doors:
             raise ServeError("control: there is neither a run directory nor a host to listen on")
@@ -111,9 +111,10 @@ class ControlListener:
         return self._remote.address if self._remote is not None else None
 
     def wait(self, timeout: float) -> bool:
-        """Wait until all of it is bound."""
+        """Wait until all of it is bound that was not refused."""
         deadline = time.monotonic() + timeout
-        return all(door.bound.wait(max(0.0, deadline - time.monotonic())) for door in self._doors)
+        doors = self._doors[:1] if self.refusal else self._doors
+        return all(door.bound.wait(max(0.0, deadline - time.monotonic())) for door in doors)
 
     def start(self) -> None:
         """Start the threads; returns before anything is bound.
@@ -121,17 +122,35 @@ class ControlListener:
         Raises:
             ServeError: uvicorn or starlette can not be imported, or no thread be started.
         """
+        if self._local is not None:
+            self._local.start()
+        if self._remote is None:
+            return
         if self._warn_of_variable:
             _log.warning(
                 "the control token came as a setting: a variable is inherited by every child "
                 "process; GPUMEM_OTEL_CONTROL_TOKEN_FILE keeps it in a file"
             )
         try:
-            for door in self._doors:
-                door.start()
-        except ServeError:
-            self.stop()
-            raise
+            self._remote.start()
+            self.refusal = ""
+        except ServeError as error:
+            self._no_port(error)
+
+    def _no_port(self, error: ServeError) -> None:
+        """What keeps the port from being there is no reason to be without the socket."""
+        if self._local is None:
+            raise error
+        self.refusal = f"no TCP port: {error}; the socket takes commands all the same"
+
+    def must_have_port(self) -> None:
+        """Say what was put up with.
+
+        Raises:
+            ServeError: nothing is taken over TCP, though settings speak of it.
+        """
+        if self.refusal:
+            raise ServeError(self.refusal)
 
     def stop(self, timeout: float = 1.0) -> None:
         """Close everything and remove the socket; may be started again."""
@@ -147,6 +166,26 @@ class ControlListener:
         """In a forked child: close what was inherited and leave the parent's alone."""
         for door in self._doors:
             door.close_in_child()
+
+
+def _over_tcp(config: ControlConfig, local_rank: int, make: Callable[..., _Door]) -> _Door | None:
+    """The port, None where no host is named: what is set for it is looked at all the same.
+
+    Raises:
+        ServeError: something that would open a door to strangers, or can not be used.
+    """
+    gatekeeper = Gatekeeper(config)
+    if not config.host:
+        return None
+    tls = server_context(config)
+    refuse_open_door(config, gatekeeper, tls)
+    port = port_of(config, local_rank)
+    return make(
+        lambda: TcpBinding(config.host, port),
+        hosts=(config.host, config.allowed_hosts),
+        authenticate=gatekeeper.remote,
+        tls=tls,
+    )
 
 
 class _Door(ListenerLife):

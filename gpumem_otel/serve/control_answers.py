@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from starlette.exceptions import HTTPException
 from starlette.responses import Response, StreamingResponse
 
-from gpumem_otel.core.yields import Operation, OperationState
+from gpumem_otel.core.yields import Operation, OperationState, YieldReport
 from gpumem_otel.serve.control_guard import problem
 from gpumem_otel.serve.control_values import as_json
 
@@ -22,6 +23,7 @@ __all__ = [
     "EVENTS",
     "JSON",
     "EventStream",
+    "as_answer",
     "begun",
     "http_error",
     "internal_error",
@@ -50,6 +52,21 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self._on_end()
+
+
+def as_answer(operation: Operation) -> Operation:
+    """What a command came to, told apart from what an earlier one did.
+
+    Args:
+        operation: as it was submitted. One that was begun just now runs, whatever it comes to.
+    """
+    if operation.state is OperationState.RUNNING:
+        return operation
+    if operation.kind == "restore" and operation.state is not OperationState.DONE:
+        # it failed once, and everything is back by now: no error of this command
+        report = YieldReport(notes=("nothing was away",))
+        operation = Operation(id="", kind="restore", state=OperationState.DONE, report=report)
+    return replace(operation, already=True)
 
 
 def begun(operation: Operation) -> Response:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,6 +32,7 @@ from gpumem_otel.serve.control_answers import (
     EVENTS,
     JSON,
     EventStream,
+    as_answer,
     begun,
     http_error,
     internal_error,
@@ -206,7 +208,7 @@ class _Api:
                 replayed = operation is not None
                 if operation is None:
                     submit = partial(self._control.submit, wanted, who.name)
-                    operation = await self._workers.start(submit)
+                    operation = as_answer(await self._workers.start(submit))
                     if key:
                         self._keys.keep(who.name, key, wanted, operation)
         except KeyReusedError:
@@ -222,8 +224,9 @@ class _Api:
             self._audit.command({**noted, "operation": "", "outcome": "failed", "reason": str(exc)})
             raise
         if replayed:
-            operation = self._control.operation(operation.id) or operation
-        outcome = "sent again" if replayed else _OUTCOMES[operation.state]
+            found = self._control.operation(operation.id) or operation
+            operation = replace(found, already=operation.already)
+        outcome = "sent again" if replayed else _outcome_of(operation)
         self._audit.command(
             {**noted, "operation": operation.id, "outcome": outcome, "reason": operation.error}
         )
@@ -371,7 +374,13 @@ class _Api:
 
     def _may(self, who: Principal, role: Role) -> None:
         if not who.may(role):
-            raise _TurnedAwayError(403, f"{who.name} does not have the role {role.value}")
+            way = (
+                "add it to the job's GPUMEM_OTEL_CONTROL_CLIENT_ROLES"
+                if who.name.startswith("certificate ")
+                else "add it to that line of the job's token file, or show a token that has it"
+            )
+            line = f"{who.name} does not have the role {role.value}: {way}"
+            raise _TurnedAwayError(403, line)
 
     def _slow_down(self, who: Principal, role: Role) -> None:
         # each kind by itself: yields that were sent in vain do not keep a restore away
@@ -394,6 +403,11 @@ _OUTCOMES: Final = {
     OperationState.REFUSED: "refused",
     OperationState.FAILED: "failed",
 }
+
+
+def _outcome_of(operation: Operation) -> str:
+    done = operation.state is OperationState.DONE
+    return "nothing to do" if operation.already and done else _OUTCOMES[operation.state]
 
 
 class _TurnedAwayError(Exception):

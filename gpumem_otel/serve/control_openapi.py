@@ -118,7 +118,12 @@ def _command(name: str, summary: str, body: str) -> dict[str, Any]:
         "requestBody": {"content": {"application/json": {"schema": _ref(body)}}},
         "responses": {
             "200": {
-                **_json("It has ended; of a dry run, its report.", operation),
+                **_json(
+                    "It has ended; of a dry run, its report. Where `already` is true nothing was "
+                    "begun: the state that is asked for was there, and the rest is of the "
+                    "operation that led to it.",
+                    operation,
+                ),
                 # none where the state was already the one that is asked for
                 "headers": {"Location": _header(_LOCATION, always=False)},
             },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from gpumem_otel import folders
 from gpumem_otel.errors import ServeError
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.config import ControlConfig
 
-__all__ = ["port_of", "refusals", "refuse_open_door"]
+__all__ = ["Refusals", "port_of", "refusals", "refuse_open_door"]
 
 _MAX_PORT: Final = 65535
 
@@ -62,11 +62,24 @@ def port_of(config: ControlConfig, local_rank: int) -> int:
     return port
 
 
-def refusals(config: ControlConfig, *, run_dir: str, local_rank: int = 0) -> list[str]:
-    """Why a listener with these settings would not start, a line for each; binds nothing."""
-    found: list[str] = []
+class Refusals(NamedTuple):
+    """Why commands would not be taken, a line for each reason.
 
-    def tried(call: Callable[[], _T]) -> _T | None:
+    Attributes:
+        port: over TCP, where settings speak of it.
+        socket: at the socket in the run directory.
+    """
+
+    port: list[str]
+    socket: list[str]
+
+
+def refusals(config: ControlConfig, *, run_dir: str, local_rank: int = 0) -> Refusals:
+    """What of a listener with these settings would not start; binds nothing."""
+    port: list[str] = []
+    socket: list[str] = []
+
+    def tried(call: Callable[[], _T], found: list[str] = port) -> _T | None:
         try:
             return call()
         except ServeError as error:
@@ -75,16 +88,16 @@ def refusals(config: ControlConfig, *, run_dir: str, local_rank: int = 0) -> lis
 
     gatekeeper = tried(lambda: Gatekeeper(config))
     if config.host:
-        before = len(found)
+        before = len(port)
         tls = tried(lambda: server_context(config))
-        if gatekeeper is not None and len(found) == before:
+        if gatekeeper is not None and len(port) == before:
             tried(lambda: refuse_open_door(config, gatekeeper, tls))
         tried(lambda: port_of(config, local_rank))
     if run_dir:
-        tried(lambda: _look_into(run_dir))
+        tried(lambda: _look_into(run_dir), socket)
     elif not config.host:
-        found.append("control: there is neither a run directory nor a host to listen on")
-    return found
+        socket.append("control: there is neither a run directory nor a host to listen on")
+    return Refusals(port, socket)
 
 
 def _look_into(run_dir: str) -> None:

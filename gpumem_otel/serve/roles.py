@@ -185,7 +185,8 @@ class Gatekeeper:
         """Whether a client certificate may do anything."""
         return bool(self._everyone) or bool(self._named)
 
-    def local(self, peer: Peer) -> Principal | None:
+    @staticmethod
+    def local(peer: Peer) -> Principal | None:
         """Who is at the other end of our Unix socket: this user or root, with all roles."""
         if peer.uid is None or peer.uid not in {os.geteuid(), _ROOT}:
             return None

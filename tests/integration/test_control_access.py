@@ -28,7 +28,10 @@ def test_roles_of_tokens(tmp_path, tokens, audit):
         for path, role in (("/v1/yield", "yield"), ("/v1/restore", "restore")):
             refused = call(where, "POST", path, bearer(READER))
             assert refused.status == 403
-            assert refused.detail == f"token dashboard does not have the role {role}"
+            assert refused.detail == (
+                f"token dashboard does not have the role {role}: add it to that line of the job's "
+                "token file, or show a token that has it"
+            )
         assert double.submitted == []
         assert call(where, "POST", "/v1/yield", bearer(TOKEN)).status == 202
         assert call(where, "GET", "/v1/operations/op-1", bearer(READER)).json["who"] == (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
 import os
@@ -23,6 +24,8 @@ from gpumem_otel.capture.replay import ReplaySource
 from gpumem_otel.core.recording import load_recording
 from gpumem_otel.export.clock import SystemClock
 from gpumem_otel.options import resolve
+from gpumem_otel.serve.binding import TcpBinding
+from gpumem_otel.serve.loop import ListenerLoop
 from gpumem_otel.serve.rundir import control_sockets
 
 SNAPSHOT = "h200-torch2.11-train-python-stacks.pickle.gz"
@@ -70,27 +73,100 @@ def test_a_command_reaches_the_engine(start, tmp_path):
     assert (shown.returncode, shown.stderr) == (0, "")
     assert shown.stdout.splitlines()[1].startswith("job ")
     done = cli("ctl", "yield", "--run-dir", str(tmp_path / "run"))
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (
+        0, f"job rank 0 (pid {os.getpid()}): yield: prepare, 0 B of 12.0 GiB\n",
+    )  # fmt: skip
     assert agent.yields.moves == 1
     agent.stop()
     assert not Path(path).exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"control_host": "127.0.0.1"}, "needs credentials"),
-        ({"control_host": "0.0.0.0", "control_token": "x" * 20}, "needs TLS"),
-        ({"control_token_file": "/nowhere"}, "control token file /nowhere"),
-    ],
-)
-def test_what_is_not_safe_is_not_begun_and_the_job_goes_on(start, options, reason, caplog):
+UNSAFE = [
+    ({"control_host": "127.0.0.1"}, "needs credentials"),
+    ({"control_host": "0.0.0.0", "control_token": "x" * 20}, "needs TLS"),
+    ({"control_token_file": "/nowhere"}, "control token file /nowhere: No such file"),
+    ({"control_token_file": "{mine}"}, "control token file {mine}: Permission denied"),
+    ({"control_token_file": "{empty}"}, "control token file {empty}: holds no token"),
+    ({"control_host": "127.0.0.1", "control_tls_cert_file": "{empty}"}, "TLS certificate and key"),
+    ({"control_host": "127.0.0.1", "control_tls_key_file": "/x"}, "set without tls_cert_file"),
+    ({"control_host": "127.0.0.1", "control_client_roles": ("boss=all",)}, "a role is one of"),
+    ({"control_host": "127.0.0.1", "control_token": "short"}, "at least 16 characters"),
+]
+
+
+@pytest.fixture
+def unusable(tmp_path, monkeypatch):
+    """Paths of files for settings: an empty one, and one that this user may not read."""
+    (tmp_path / "empty").touch()
+    opened = Path.open
+
+    def open_(path, *arguments, **named):
+        if path.name == "mine":  # root may read what has mode 000
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *arguments, **named)
+
+    (tmp_path / "mine").touch()
+    monkeypatch.setattr(Path, "open", open_)
+    return {"mine": str(tmp_path / "mine"), "empty": str(tmp_path / "empty")}
+
+
+def filled(options, unusable):
+    return {
+        name: value.format(**unusable) if isinstance(value, str) else value
+        for name, value in options.items()
+    }
+
+
+@pytest.mark.parametrize(("options", "reason"), UNSAFE)
+def test_a_mistake_in_the_settings_of_the_port_leaves_the_socket(
+    start, unusable, options, reason, caplog
+):
     with caplog.at_level(logging.WARNING):
-        agent = start(control=True, **options)
+        agent = start(control=True, **filled(options, unusable))
+    assert agent.reader is not None
+    listener = agent._serves.control
+    assert listener.wait(WAIT)
+    assert call(listener.socket_path, "GET", "/v1/state").status == 200
+    assert call(listener.socket_path, "POST", "/v1/yield").status == 202
+    assert listener.address is None
+    (line,) = [one.getMessage() for one in caplog.records if "control failed" in one.getMessage()]
+    assert line.startswith("control failed, the job goes on: no TCP port: ")
+    assert reason.format(**unusable) in line
+    assert line.endswith("; the socket takes commands all the same")
+    assert "x" * 20 not in caplog.text
+    assert agent.counters.get("exporter_errors", stage="control") == 1
+
+
+@pytest.mark.parametrize(("options", "reason"), UNSAFE)
+def test_what_is_not_safe_is_not_begun_and_the_job_goes_on(
+    start, unusable, options, reason, caplog
+):
+    """Where there is no folder for a socket either."""
+    with caplog.at_level(logging.WARNING):
+        agent = start(control=True, run_dir="", **filled(options, unusable))
     assert agent.reader is not None
     assert agent._serves.control is None
-    assert reason in caplog.text
+    assert reason.format(**unusable) in caplog.text
     assert "x" * 20 not in caplog.text
+    assert agent.counters.get("exporter_errors", stage="control") == 1
+
+
+def test_a_port_whose_thread_can_not_start_leaves_the_socket(start, tokens, monkeypatch, caplog):
+    begun = ListenerLoop.start
+
+    def none_for_ports(loop):
+        if isinstance(loop._binding, TcpBinding):
+            loop._loop.close()
+            raise RuntimeError("can't start new thread")  # noqa: TRY004 - as threading does
+        begun(loop)
+
+    monkeypatch.setattr(ListenerLoop, "start", none_for_ports)
+    options = {"control_host": "127.0.0.1", "control_port": 0, "control_token_file": tokens}
+    agent = start(control=True, **options)
+    listener = agent._serves.control
+    assert listener.wait(WAIT)
+    assert call(listener.socket_path, "GET", "/v1/state").status == 200
+    assert "no TCP port: the control listener can not be started" in caplog.text
     assert agent.counters.get("exporter_errors", stage="control") == 1
 
 

@@ -11,7 +11,7 @@ from support.listening import WAIT
 from support.yield_double import HELD, YieldDouble
 
 from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.yields import OperationState, Phase, YieldLevel, YieldRequest
+from gpumem_otel.core.yields import Operation, OperationState, Phase, YieldLevel, YieldRequest
 
 
 def test_a_yield_and_a_restore(tmp_path, audit):
@@ -38,13 +38,14 @@ def test_a_yield_and_a_restore(tmp_path, audit):
         )  # fmt: skip
         double.finish()
         done = call(where, "GET", begun.headers["location"]).json
-        assert done["state"] == "done"
+        assert (done["state"], done["already"]) == ("done", False)
         assert done["report"]["moved_bytes"] == HELD
         assert call(where, "GET", "/v1/state").json["status"]["moved_bytes"] == sum(HELD.values())
 
         again = call(where, "POST", "/v1/yield")
-        assert (again.status, again.json["state"]) == (200, "done")
-        assert call(where, "POST", "/v1/restore", body={}).status == 202
+        assert (again.status, again.json["state"], again.json["already"]) == (200, "done", True)
+        came = call(where, "POST", "/v1/restore", body={})
+        assert (came.status, came.json["already"]) == (202, False)
         double.finish()
         assert call(where, "GET", "/v1/state").json["status"]["state"] == "running"
     assert double.moves == 2
@@ -56,7 +57,7 @@ def test_a_yield_and_a_restore(tmp_path, audit):
         'request={"level": "tensors", "lease_seconds": 60.0} operation="op-1" outcome="begun" '
         'reason=""'
     )
-    assert 'operation="op-2" outcome="done"' in lines[1]
+    assert 'operation="op-2" outcome="nothing to do"' in lines[1]
     assert 'command="restore"' in lines[2]
 
 
@@ -122,6 +123,7 @@ def test_the_same_key_begins_one_operation(tmp_path, tokens, audit):
         # not a body of the same bytes, but of the same meaning
         again = call(where, "POST", "/v1/yield", key, body=b' {"keep": []} ')
         assert (again.status, again.json["state"], again.json["id"]) == (200, "done", "op-1")
+        assert again.json["already"] is False  # it is the answer to what began it
         other = call(where, "POST", "/v1/yield", key, body={"verify": True})
         assert (other.status, other.detail) == (
             422, "this Idempotency-Key came with another command: take a new one",
@@ -135,6 +137,45 @@ def test_the_same_key_begins_one_operation(tmp_path, tokens, audit):
         call(listener.address, "POST", "/v1/yield", key, bearer(TOKEN), body={"verify": True})
         assert len(double.submitted) == 2
     assert sum('outcome="sent again"' in line for line in audit()) == 5
+
+
+def test_a_command_whose_state_is_there_already_is_told_apart(tmp_path):
+    key = "Idempotency-Key: k-1"
+    with controlling(YieldDouble(), tmp_path) as listener:
+        where = listener.socket_path
+        first = call(where, "POST", "/v1/restore", key)
+        assert (first.status, first.json["state"], first.json["already"]) == (200, "done", True)
+        begun = call(where, "POST", "/v1/yield")
+        assert (begun.status, begun.json["already"]) == (202, False)
+        assert call(where, "GET", begun.headers["location"]).json["state"] == "done"
+        for _ in range(2):
+            answer = call(where, "POST", "/v1/yield")
+            assert (answer.status, answer.json["already"]) == (200, True)
+        # of the command, not of the operation
+        for path in (begun.headers["location"], answer.headers["location"]):
+            assert call(where, "GET", path).json["already"] is False
+        assert call(where, "GET", "/v1/state").json["status"]["operation"]["already"] is False
+        again = call(where, "POST", "/v1/restore", key)  # and nothing comes back by that
+        assert (again.status, again.json["id"]) == (200, first.json["id"])
+        assert again.json["already"] is True  # the same answer as before
+
+
+class RestoredByTheLease(YieldDouble):
+    """The last restore that was asked for was refused; everything came back all the same."""
+
+    def submit(self, request, who):
+        refused = OperationState.REFUSED
+        return Operation(id="op-9", kind="restore", state=refused, who=who, error="no room")
+
+
+def test_an_old_failure_is_none_of_a_restore_that_has_nothing_to_do(tmp_path, audit):
+    with controlling(RestoredByTheLease(), tmp_path) as listener:
+        answer = call(listener.socket_path, "POST", "/v1/restore")
+    assert (answer.status, answer.json["state"], answer.json["error"]) == (200, "done", "")
+    assert (answer.json["already"], answer.json["id"]) == (True, "")
+    assert "location" not in answer.headers
+    (line,) = audit()
+    assert line.endswith('operation="" outcome="nothing to do" reason=""')
 
 
 def test_a_folder_on_a_file_system_that_hangs_holds_up_nobody_else(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 
 import pytest
@@ -62,7 +63,31 @@ def test_a_restore_of_what_was_never_yielded(world, tmp_path):
     with controlling(world.engine, tmp_path) as listener:
         answer = call(listener.socket_path, "POST", "/v1/restore")
         assert (answer.status, answer.json["state"]) == (200, "done")
+        assert answer.json["already"] is True
         assert "location" not in answer.headers
+
+
+def test_what_is_there_already_is_said_and_no_error(world, tmp_path, capsys):
+    """As of `systemctl start` of what runs: exit code 0, a plain sentence, and no old report."""
+
+    def ctl(*arguments):
+        code = main(["ctl", *arguments, "--run-dir", str(tmp_path)])
+        captured = capsys.readouterr()
+        return code, captured.out.partition("): ")[2], captured.err
+
+    nothing_away = (0, "nothing is away, nothing had to be restored\n", "")
+    with LoopingJob(world.safe_points), controlling(world.engine, tmp_path):
+        assert ctl("restore") == nothing_away
+        assert ctl("yield")[:1] == (0,)
+        assert ctl("yield") == (
+            0, "its memory is away already (5.0 MiB), nothing had to be moved\n", "",
+        )  # fmt: skip
+        assert ctl("restore", "--json")[:1] == (0,)
+        assert ctl("restore") == nothing_away
+        assert ctl("restore", "--no-wait") == nothing_away
+        assert main(["ctl", "restore", "--json", "--run-dir", str(tmp_path)]) == 0
+        (entry,) = json.loads(capsys.readouterr().out)
+        assert (entry["value"]["already"], entry["error"]) == (True, "")
 
 
 def test_no_safe_point_in_time_is_refused_and_the_state_is_what_it_was(world, tmp_path, capsys):
@@ -81,8 +106,10 @@ def test_no_safe_point_in_time_is_refused_and_the_state_is_what_it_was(world, tm
             verb = ["ctl", "yield", "--run-dir", str(tmp_path), "--wait-seconds", "0.1"]
             assert main(verb) == 1
             error = capsys.readouterr().err
-            assert "yield refused: " in error
-            assert error.count("\n") == 1
+            *progress, line = error.splitlines()
+            assert line.startswith("gpumem-otel: error: ")
+            assert "yield refused: " in line
+            assert all(re.fullmatch(r".* \(pid 7\): yield(: \w+| \w+.*)", one) for one in progress)
     finally:
         leave.set()
         thread.join(WAIT)

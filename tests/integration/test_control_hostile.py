@@ -339,8 +339,12 @@ def test_certificates_without_the_role(secured, ca, tmp_path, audit):
     ops = certs.issue(tmp_path, ca, "ops", [])
     answer = call(secured, "POST", "/v1/restore", tls=shown(ca, ops))
     assert (answer.status, answer.detail) == (
-        403, "certificate ops does not have the role restore",
-    )  # fmt: skip
+        403,
+        (
+            "certificate ops does not have the role restore: add it to the job's "
+            "GPUMEM_OTEL_CONTROL_CLIENT_ROLES"
+        ),
+    )
     assert [line.rpartition(" ")[2] for line in audit()] == ["status=401", "status=403"]
 
 

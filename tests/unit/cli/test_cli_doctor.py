@@ -229,8 +229,8 @@ def test_control_says_where_commands_are_taken(no_torch, tmp_path):
         ({"TOKEN_FILE": "/nowhere"}, ["control token file /nowhere: No such file"]),
         ({"TOKEN": "short"}, ["at least 16 characters"]),
         (
-            {"HOST": "::1", "TOKEN": "short", "TLS_CERT_FILE": "/nowhere", "PORT": "70000"},
-            ["at least 16 characters", "/nowhere", "is no port"],
+            {"HOST": "::1", "TOKEN": "short", "TLS_CERT_FILE": "/nowhere"},
+            ["at least 16 characters", "/nowhere"],
         ),
     ],
 )
@@ -238,16 +238,26 @@ def test_control_settings_that_the_listener_refuses(no_torch, settings, words):
     given = {f"GPUMEM_OTEL_CONTROL_{name}": value for name, value in settings.items()}
     found = named({**no_torch, "GPUMEM_OTEL_CONTROL": "1", **given}, "control")
     assert [check.status for check in found] == [checks.PROBLEM] * len(found)
-    for check, word in zip(found, words, strict=False):
-        assert check.detail.startswith("would not start, because: ")
+    assert len(found) == len(words)
+    for check, word in zip(found, words, strict=True):
+        assert check.detail.startswith("over TCP would not start, because: ")
         assert word in check.detail
+        assert check.advice == "the socket takes commands all the same"
 
 
 def test_control_in_a_folder_that_others_can_write(no_torch, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o777)
-    (check,) = named({**no_torch, "GPUMEM_OTEL_CONTROL": "1"}, "control")
+    asked = {**no_torch, "GPUMEM_OTEL_CONTROL": "1"}
+    (check,) = named(asked, "control")
+    assert check.detail.startswith("would not start, because: ")
     assert "is writable by others" in check.detail
+    assert check.advice == "no commands are taken"
+    asked |= {"GPUMEM_OTEL_CONTROL_HOST": "::1", "GPUMEM_OTEL_CONTROL_TOKEN": "0123456789abcdef"}
+    (check,) = named(asked, "control")
+    assert check.advice == "the port takes commands all the same"
+    asked["GPUMEM_OTEL_CONTROL_TOKEN"] = "short"
+    assert [one.advice for one in named(asked, "control")] == ["no commands are taken"] * 2
 
 
 def test_hints_name_packages_that_can_be_installed(no_torch, monkeypatch):

@@ -199,10 +199,32 @@ def test_what_is_away_has_one_name_and_what_is_held_another():
     assert line.strip() in str(report).splitlines()
 
 
-def test_bars_are_drawn_on_a_terminal_alone(capfd):
-    with ctl_view.bars({"u": "yield 0"}) as show:
-        show(Progress("u", "release", GIB, 2 * GIB))
-    assert capfd.readouterr().err == ""
+def test_without_a_terminal_each_phase_is_a_line(capfd, monkeypatch):
+    clock = iter((0.0, 1.0, 2.0, 3.0, 12.0, 13.0, 22.9, 23.0, 23.1, 24.0))
+    monkeypatch.setattr(ctl_view.time, "monotonic", lambda: next(clock))
+    process = {"service_name": "train", "rank": 3, "pid": 7}
+
+    def told(phase, done=0, total=0, url="u"):
+        show(Progress(url, phase, done, total, process))
+        return capfd.readouterr()
+
+    def line(text):
+        return "", f"train rank 3 (pid 7): yield{text}\n"
+
+    nothing = "", ""
+    with ctl_view.bars({"u": "yield 0", "v": "yield 1"}, "yield") as show:
+        assert told("") == line(" has begun")
+        assert told("") == nothing
+        assert told("prepare") == line(": prepare")
+        assert told("release", 0, 2 * GIB) == line(": release, 0 B of 2.0 GiB")
+        assert told("release", GIB, 2 * GIB) == nothing  # 9 s later
+        assert told("release", GIB, 2 * GIB) == line(": release, 1.0 GiB of 2.0 GiB")
+        assert told("release", 2 * GIB, 2 * GIB) == nothing
+        assert told("release", 2 * GIB, 2 * GIB) == line(": release, 2.0 GiB of 2.0 GiB")
+        assert told("") == line(" waits")
+        assert told("release", url="v") == line(": release")
+    with ctl_view.bars({"u": "yield 0"}, "yield", silent=True) as show:
+        assert told("prepare") == nothing
 
 
 def test_a_bar_has_gib_and_speed(monkeypatch):

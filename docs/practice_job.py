@@ -1,0 +1,98 @@
+"""A job to try `gpumem-otel ctl` on, on a machine without a GPU: its "device" is host memory.
+
+    python practice_job.py            until Ctrl-C; takes torch 2.3 or newer, of any build
+
+It trains a small model for ever. Listener, engine and commands are the real ones, and its tensors
+are really emptied and filled again. Only what finds them is its own: a job on a GPU has none of
+this, it calls `gpumem_otel.install(control=True)`.
+"""
+
+import itertools
+import os
+import time
+
+import torch
+
+from gpumem_otel.capture.sources import TorchSource
+from gpumem_otel.core.counters import Counters
+from gpumem_otel.core.yields import Found, Movable
+from gpumem_otel.options import resolve
+from gpumem_otel.ranks import identify
+from gpumem_otel.serve.control import ControlListener
+from gpumem_otel.yielding.callbacks import Callbacks
+from gpumem_otel.yielding.safepoint import SafePoints
+from gpumem_otel.yieldparts import compose
+
+nn = torch.nn
+model = nn.Sequential(nn.Linear(2048, 4096), nn.Tanh(), nn.Linear(4096, 2048))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+batch = torch.randn(8, 2048)
+
+
+def step() -> float:
+    optimizer.zero_grad(set_to_none=False)
+    loss = (model(batch) - batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+
+class Finder:
+    """Says what of the job can go."""
+
+    def find(self, *, assume_private: bool) -> Found:  # noqa: ARG002 - nothing here is shared
+        tensors = [("input", batch)]
+        for one in model.parameters():
+            tensors += [("parameter", one), ("gradient", one.grad)]
+            state = optimizer.state[one]
+            tensors += [("optimizer_state", state[name]) for name in ("exp_avg", "exp_avg_sq")]
+        return Found(tuple(self.movable(*one) for one in tensors if one[1] is not None))
+
+    def probable(self) -> tuple[Movable, ...]:
+        return ()
+
+    @staticmethod
+    def movable(tensor_class: str, tensor: torch.Tensor) -> Movable:
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        return Movable(storage, 0, storage.data_ptr(), size, size, 0, tensor_class)
+
+
+step()
+environ = dict(os.environ)
+config = resolve(environ, control=True)  # GPUMEM_OTEL_CONTROL_HOST and the others work too
+counters = Counters()
+safe_points = SafePoints()
+engine = compose(
+    TorchSource(counters=counters, environ=environ),
+    safe_points=safe_points,
+    callbacks=Callbacks(),
+    participants=list,
+    environ=environ,
+    counters=counters,
+    run_dir=config.serve.run_dir,
+    device_type="cpu",
+    finder=Finder(),
+)
+listener = ControlListener(
+    engine,
+    config.control,
+    run_dir=config.serve.run_dir,
+    identity=identify(environ, service_name="train"),
+    counters=counters,
+)
+listener.start()
+listener.wait(10)
+print(listener.refusal or f"commands are taken at unix://{listener.socket_path}", flush=True)
+try:
+    for number in itertools.count(1):
+        loss = step()
+        safe_points.reached()  # the end of the optimizer's step, which a real job need not say
+        if number % 100 == 0:
+            print(f"step {number}, loss {loss:.6f}", flush=True)
+        time.sleep(0.05)
+except KeyboardInterrupt:
+    pass
+finally:
+    engine.close(5)
+    listener.stop()

@@ -1,0 +1,185 @@
+"""What `gpumem-otel ctl` says where it gets no answer, or a refusal: one line with the way out."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+from support import certs
+from support.controlling import READER, controlling
+from support.listening import WAIT
+from support.yield_double import YieldDouble
+
+JOBS = (
+    "`gpumem-otel ctl state` without --target lists those of the jobs that run, with --run-dir "
+    "those in another folder"
+)
+NEEDED = "a bearer token, or a client certificate that has a role, is needed"
+PORT = "9564 + local rank unless its GPUMEM_OTEL_CONTROL_PORT is another"
+
+
+@pytest.fixture
+def fails(ctl):
+    """The reason of a verb that fails, without its target."""
+
+    def run(verb, target, *options):
+        code, out, err = ctl(verb, "--target", target, *options)
+        assert (code, out, err.count("\n")) == (1, "", 1)
+        start = f"gpumem-otel: error: {target}: "
+        assert err.startswith(start)
+        return err.removeprefix(start).rstrip("\n")
+
+    return run
+
+
+def written(tmp_path, token):
+    path = tmp_path / "shown"
+    path.write_text(token)
+    return "--token-file", str(path)
+
+
+def url(listener, scheme="http"):
+    return f"{scheme}://127.0.0.1:{listener.address[1]}"
+
+
+def test_no_token_and_one_that_is_not_known(fails, tokens, tmp_path):
+    with controlling(YieldDouble(), host="127.0.0.1", token_file=tokens) as listener:
+        assert fails("state", url(listener)) == (
+            f"{NEEDED}: --token-file names a file with the token, --cert-file and --key-file the "
+            "certificate (HTTP 401)"
+        )
+        shown = written(tmp_path, "another-token-0123456789")
+        assert fails("state", url(listener), *shown) == (
+            f"{NEEDED}: the one in {shown[1]} is none that the job knows, see its "
+            "GPUMEM_OTEL_CONTROL_TOKEN_FILE (HTTP 401)"
+        )
+
+
+def test_a_token_without_the_role(fails, tokens, tmp_path):
+    with controlling(YieldDouble(), host="127.0.0.1", token_file=tokens) as listener:
+        for verb in ("yield", "restore"):
+            assert fails(verb, url(listener), *written(tmp_path, READER)) == (
+                f"token dashboard does not have the role {verb}: add it to that line of the job's "
+                "token file, or show a token that has it (HTTP 403)"
+            )
+
+
+def test_certificates(fails, files, ca, tmp_path):
+    server = {"host": "127.0.0.1", "tls_client_ca_file": str(ca.cert_file), **files}
+    mine = certs.issue(tmp_path, ca, "ops", [])
+    other = certs.issue(tmp_path, certs.make_ca(tmp_path), "stranger", [])
+    trusted = ("--ca-file", str(ca.cert_file))
+
+    def shown(pair):
+        return *trusted, "--cert-file", str(pair.cert_file), "--key-file", str(pair.key_file)
+
+    with controlling(YieldDouble(), **server, client_roles=("ops=read", "boss=yield")) as listener:
+        target = url(listener, "https")
+        assert fails("state", target, *trusted) == (
+            "closed without an answer: it may want a client certificate, --cert-file and --key-file"
+        )
+        assert fails("state", target, *shown(other)) == (
+            f"closed without an answer: it may not take {other.cert_file}, which has to be valid "
+            "and signed by the job's GPUMEM_OTEL_CONTROL_TLS_CLIENT_CA_FILE"
+        )
+        assert fails("yield", target, *shown(mine)) == (
+            "certificate ops does not have the role yield: add it to the job's "
+            "GPUMEM_OTEL_CONTROL_CLIENT_ROLES (HTTP 403)"
+        )
+    with controlling(YieldDouble(), **server, client_roles=("boss=yield",)) as listener:
+        assert fails("state", url(listener, "https"), *shown(mine)) == (
+            f"{NEEDED}: {mine.cert_file} has none, which the job's "
+            "GPUMEM_OTEL_CONTROL_CLIENT_ROLES gives; or take --token-file (HTTP 401)"
+        )
+
+
+def test_a_server_that_is_not_trusted(fails, tokens, files, ca, tmp_path):
+    named = certs.issue(tmp_path, ca, "elsewhere", ["node7"])
+    for pair, options, reason in (
+        (files, (), ": --ca-file names the certificate of who signed the server's"),
+        (
+            {"tls_cert_file": str(named.cert_file), "tls_key_file": str(named.key_file)},
+            ("--ca-file", str(ca.cert_file)),
+            ": take a name that it has in --target",
+        ),
+    ):
+        shown = (*options, *written(tmp_path, READER))
+        with controlling(YieldDouble(), host="127.0.0.1", token_file=tokens, **pair) as listener:
+            said = fails("state", url(listener, "https"), *shown)
+        assert said.startswith("TLS: certificate verify failed (")
+        assert said.endswith(reason)
+
+
+@pytest.mark.parametrize("clients", [False, True])
+def test_http_to_a_port_of_tls_and_the_other_way_round(fails, tokens, files, ca, clients):
+    more = {"tls_client_ca_file": str(ca.cert_file), "client_roles": ("read",)} if clients else {}
+    options = {"host": "127.0.0.1", "token_file": tokens}
+    with controlling(YieldDouble(), **options, **files, **more) as listener:
+        assert fails("state", url(listener)) == (
+            f"it speaks TLS: take {url(listener, 'https')} in --target"
+        )
+    with controlling(YieldDouble(), **options) as listener:
+        assert fails("state", url(listener, "https")) == (
+            f"it speaks plain HTTP, no TLS: take {url(listener)} in --target"
+        )
+
+
+def test_a_second_look_shows_no_token(fails, tmp_path):
+    """What listens there closes the first connection, and is looked at once more."""
+    came = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            for _ in range(2):
+                connection, _ = server.accept()
+                with connection:
+                    came.append(connection.recv(65536))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        target = f"http://127.0.0.1:{server.getsockname()[1]}"
+        said = fails("state", target, *written(tmp_path, READER))
+        thread.join(WAIT)
+    assert said == "no HTTP answer (RemoteDisconnected)"
+    first, second = came
+    assert READER.encode() in first
+    assert second.startswith(b"\x16\x03")  # a ClientHello
+    assert READER.encode() not in second
+
+
+def test_nobody_at_a_port(fails):
+    with socket.socket() as bound:  # and does not listen
+        bound.bind(("127.0.0.1", 0))
+        assert fails("state", f"http://127.0.0.1:{bound.getsockname()[1]}") == (
+            "nobody listens there: the job has ended, or takes no commands over TCP (its "
+            f"GPUMEM_OTEL_CONTROL_HOST); its port is {PORT}"
+        )
+
+
+def test_a_socket_that_is_not_there_or_of_a_job_that_has_ended(
+    fails, run_dir, tmp_path, monkeypatch
+):
+    run_dir.mkdir()
+    for path in (run_dir / "none.sock", tmp_path / "nowhere" / "none.sock"):
+        assert fails("state", f"unix://{path}") == f"there is no such socket: {JOBS}"
+    monkeypatch.chdir(run_dir)  # an address has 108 bytes
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind("dead.sock")
+    assert fails("state", f"unix://{run_dir}/dead.sock") == (
+        f"nobody listens there any more, the job has ended: {JOBS}"
+    )
+    (run_dir / "file").touch()
+    for path in (run_dir / "file", run_dir / "file" / "x.sock", run_dir):
+        assert fails("state", f"unix://{path}") == f"that is no socket: {JOBS}"
+
+
+def test_the_way_out_leads_to_the_job(ctl, run_dir):
+    """`ctl state` without --target lists the socket that was meant."""
+    with controlling(YieldDouble(), run_dir) as listener:
+        code, _, err = ctl("state", "--target", f"unix://{run_dir}/another.sock")
+        assert code == 1
+        assert JOBS in err
+        code, out, _ = ctl("state")
+        assert code == 0
+        assert f"unix://{listener.socket_path}" in out
