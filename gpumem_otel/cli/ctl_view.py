@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from gpumem_otel.core.text import human_bytes, printable, table
+from gpumem_otel.core.text import by_size, human_bytes, printable, table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -104,7 +104,7 @@ def report_lines(outcome: Outcome) -> list[str]:
         verb = "gave back" if operation["kind"] == "yield" else "took again"
         lines = [f"{who}: {verb} {human_bytes(moved)} in {seconds:.2f} s"]
     lines += [
-        f"  {title}: {', '.join(f'{name} {human_bytes(size)}' for name, size in sizes.items())}"
+        f"  {title}: {by_size(sizes)}"
         for title, sizes in (
             ("moved", report["moved_bytes"]),
             ("discarded", report["discarded_bytes"]),

@@ -10,13 +10,14 @@ from gpumem_otel.core.frames import basename
 from gpumem_otel.core.model import Sizes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gpumem_otel.core.model import DeviceBooks, DeviceStats, Frame, HeapProfile, Stack
 
 __all__ = [
     "TopRow",
     "books_table",
+    "by_size",
     "human_bytes",
     "percent",
     "printable",
@@ -67,6 +68,12 @@ def human_bytes(size_bytes: int) -> str:
         # whole numbers throughout: a float loses bytes beyond 8 PiB and rounds halves to even
         tenths = (size * 20 + scale) // (2 * scale)
     return f"{sign}{tenths // 10}.{tenths % 10} {_UNITS[power - 1]}"
+
+
+def by_size(sizes: Mapping[str, int]) -> str:
+    """Names with their bytes, the largest first: "gradient 4.0 GiB, parameter 2.0 GiB"."""
+    ordered = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
+    return ", ".join(f"{name} {human_bytes(size)}" for name, size in ordered)
 
 
 def percent(part: int, whole: int) -> str:

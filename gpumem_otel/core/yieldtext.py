@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumem_otel.core.text import human_bytes
+from gpumem_otel.core.text import by_size, human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,9 +38,7 @@ def report_lines(report: YieldReport) -> list[str]:
 def _sums(what: str, sizes: Mapping[str, int]) -> list[str]:
     if not sizes:
         return []
-    ordered = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))
-    parts = ", ".join(f"{name} {human_bytes(size)}" for name, size in ordered)
-    return [f"{what}: {human_bytes(sum(sizes.values()))} ({parts})"]
+    return [f"{what}: {human_bytes(sum(sizes.values()))} ({by_size(sizes)})"]
 
 
 def _phase(one: PhaseTime) -> str:

@@ -46,7 +46,7 @@ def test_state_yield_and_restore(run_dir, ctl):
         assert (code, err) == (0, "trainer rank 0 (pid 7): yield: prepare, 0 B of 12.0 GiB\n")
         assert out.splitlines() == [
             "trainer rank 0 (pid 7): gave back 12.0 GiB in 0.25 s",
-            "  moved: parameter 4.0 GiB, optimizer_state 8.0 GiB",
+            "  moved: optimizer_state 8.0 GiB, parameter 4.0 GiB",
             "  left on the device: context 512.0 MiB",
             "  release: 0.25 s, 12.0 GiB, 48.0 GiB/s",
         ]
