@@ -24,7 +24,7 @@ from gpumem_otel.yielding.latch import Latch, Turn
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PATIENCE", "WITHOUT", "Apart", "Ended"]
+__all__ = ["PATIENCE", "WITHOUT", "Apart", "Ended", "graver"]
 
 _log = named_logger("gpumem_otel.yield")
 
@@ -41,6 +41,13 @@ _NO_THREAD: Final = "new thread"
 _Result = TypeVar("_Result")
 
 
+def graver(first: BaseException | None, error: BaseException) -> BaseException:
+    """Which of two interrupts is raised: the first, but the process's end rather than an error."""
+    if first is None or (isinstance(first, Exception) and not isinstance(error, Exception)):
+        return error
+    return first
+
+
 @dataclass(slots=True)
 class Ended(Generic[_Result]):
     """An operation, and how it ended.
@@ -48,8 +55,7 @@ class Ended(Generic[_Result]):
     Attributes:
         results: what it returned, the only item.
         error: what it raised.
-        interrupt: what a signal handler raised in the caller meanwhile: the first of it, but one
-            that ends the process rather than an error of the job.
+        interrupt: what a signal handler raised in the caller meanwhile, see `graver`.
         times: how many there were.
         done: it has ended.
         turn: whose it is to say whether it begins.
@@ -65,9 +71,7 @@ class Ended(Generic[_Result]):
     def interrupted(self, error: BaseException) -> None:
         """One more."""
         self.times += 1
-        first = self.interrupt
-        if first is None or (isinstance(first, Exception) and not isinstance(error, Exception)):
-            self.interrupt = error
+        self.interrupt = graver(self.interrupt, error)
 
     def result(self) -> _Result:
         """What it returned; raises what it raised, once."""

@@ -1,28 +1,39 @@
-"""A line for the log from a thread that may be interrupted at any moment."""
+"""Threads that are begun by one that may be interrupted at any moment."""
 
 from __future__ import annotations
 
 import threading
 from _thread import start_new_thread
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from gpumem_otel.yielding.latch import Latch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from gpumem_otel.logs import NamedLogger
 
-__all__ = ["log_aside"]
+__all__ = ["begin_aside", "log_aside"]
+
+
+def begin_aside(action: Callable[[], object], name: str) -> None:
+    """Begin it on a thread of ours, in one call that does its work in C.
+
+    The start of a `threading.Thread` takes and lets go of locks in Python: what a signal handler
+    raises between two of those lines leaves one taken, and all other threads wait for it for ever.
+
+    Raises:
+        RuntimeError: no thread can be started.
+    """
+    start_new_thread(_begin, (action, name))
 
 
 def log_aside(
     log: NamedLogger, level: int, message: str, *arguments: object, wait_seconds: float = 0.0
 ) -> None:
-    """Log it on a thread of ours.
-
-    A handler of `logging` takes and lets go of its lock in Python, and so does the start of a
-    `threading.Thread`: what a signal handler raises between two of those lines leaves it taken, and
-    every other thread waits for it for ever. Here is one call alone, which does its work in C.
+    """Log it on a thread of ours: a handler of `logging` has such a lock too.
 
     Args:
         log: whose line it is.
@@ -33,14 +44,14 @@ def log_aside(
     """
     written = Latch()
     with suppress(RuntimeError):  # no thread can be started
-        start_new_thread(_begin, (written, log, level, message, arguments))
+        begin_aside(partial(_log, written, log, level, message, arguments), "gpumem-otel-log")
         written.wait(wait_seconds)
 
 
-def _begin(*line: Any) -> None:
+def _begin(action: Callable[[], object], name: str) -> None:
     """On a thread that `threading` does not know, and would make an entry for that stays."""
     with suppress(RuntimeError):
-        threading.Thread(target=_log, args=line, name="gpumem-otel-log", daemon=True).start()
+        threading.Thread(target=action, name=name, daemon=True).start()
 
 
 def _log(

@@ -28,6 +28,7 @@ from gpumem_otel.core.yields import (
 )
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.aside import begin_aside
 from gpumem_otel.yielding.board import Board
 from gpumem_otel.yielding.caller import Caller
 from gpumem_otel.yielding.lease import Lease
@@ -57,6 +58,8 @@ _log = named_logger("gpumem_otel.yield")
 
 LEASE_WAIT_SECONDS = 10.0
 """How long a lease that ran out waits for device memory, each time that it tries."""
+
+_THREAD_NAME = "gpumem-otel-yield"
 
 _BY_THEMSELVES = frozenset({"SIGCONT", "signal"})
 """Who asks for a restore and has nobody to ask again where the device is taken."""
@@ -523,7 +526,7 @@ class YieldEngine:
     def _interrupted(self) -> None:
         """On the stopped thread: a signal handler raised there, and waits for its memory."""
         self.phases.urgency.cancelled = True
-        self._spawn(self._restore_for_interrupt)
+        begin_aside(partial(_quietly, self._restore_for_interrupt), _THREAD_NAME)
 
     def _restore_for_interrupt(self) -> None:
         while (status := self._board.status).state not in {YieldState.RUNNING, YieldState.FAILED}:
@@ -544,11 +547,14 @@ class YieldEngine:
             self._evicted = True
             self._parts.callbacks.evict(reason)
 
-    def _spawn(self, action: Callable[[], object]) -> None:
-        def run() -> None:
-            try:
-                action()
-            except Exception as error:  # told by its operation
-                _log.debug("%s", error)
+    @staticmethod
+    def _spawn(action: Callable[[], object]) -> None:
+        run = partial(_quietly, action)
+        threading.Thread(target=run, name=_THREAD_NAME, daemon=True).start()
 
-        threading.Thread(target=run, name="gpumem-otel-yield", daemon=True).start()
+
+def _quietly(action: Callable[[], object]) -> None:
+    try:
+        action()
+    except Exception as error:  # told by its operation
+        _log.debug("%s", error)

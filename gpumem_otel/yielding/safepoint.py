@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.logs import named_logger
-from gpumem_otel.yielding.apart import WITHOUT
+from gpumem_otel.yielding.apart import WITHOUT, graver
 from gpumem_otel.yielding.aside import log_aside
 from gpumem_otel.yielding.latch import Latch
 
@@ -188,15 +188,20 @@ class SafePoints:
             return
         device = _current_device()
         try:
-            with self._lock:
-                if self._asked is not asked or asked.thread is not None:
-                    return
-                self._owner = asked.thread = me
-                asked.device = device
-            asked.arrived.set()
-            asked.go.wait()
-        except BaseException as error:
-            if asked.thread is not me:
+            try:
+                with self._lock:
+                    if self._asked is not asked or asked.thread is not None:
+                        return
+                    self._owner = asked.thread = me
+                    asked.device = device
+                asked.arrived.set()
+                asked.go.wait()
+            except BaseException as error:  # an interrupt, in whichever of these lines
+                if asked.thread is not me:
+                    raise
+                self._wait_on(asked, error)
+        except BaseException as error:  # the second, in whichever of those
+            if asked.thread is not me or asked.stuck:
                 raise
             self._wait_on(asked, error)
         if asked.interrupted is not None:
@@ -204,7 +209,7 @@ class SafePoints:
 
     def _wait_on(self, asked: Parked, error: BaseException) -> None:
         """A signal handler raised: the memory comes first, the job's unwinding needs it."""
-        asked.interrupted = error
+        asked.interrupted = graver(asked.interrupted, error)
         asked.arrived.set()
         first = "%s while yielded: bringing the memory back first"
         log_aside(_log, logging.WARNING, first, type(error).__name__)
@@ -216,8 +221,7 @@ class SafePoints:
                     told = True
                 asked.go.wait()
             except BaseException as again:  # noqa: PERF203 - waits, and is seldom interrupted
-                if isinstance(asked.interrupted, Exception) and not isinstance(again, Exception):
-                    asked.interrupted = again  # the end of the process rather than an error
+                asked.interrupted = graver(asked.interrupted, again)
                 if asked.stuck:
                     log_aside(_log, logging.ERROR, WITHOUT, type(again).__name__, wait_seconds=1.0)
                     raise

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
+from pathlib import Path
 
-__all__ = ["Interrupts"]
+__all__ = ["Interrupts", "SecondInterrupt", "interrupt", "once", "until_it_waits"]
 
 
 class Interrupts:
@@ -37,3 +39,57 @@ class Interrupts:
                 if self.left < left:
                     break
                 self._heard.wait(0.01)
+
+
+def interrupt():
+    """Of the main thread."""
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+def once(interrupts):
+    """At the first call alone."""
+    left = [interrupts]
+    return lambda *_: left.pop()() if left else None
+
+
+def until_it_waits() -> None:
+    """The main thread, for the end of what it asked for: in the same line five times over."""
+    seen = []
+    while len(seen) < 5 or len(set(seen[-5:])) > 1 or not seen[-1][0].endswith("latch.py"):
+        frame = sys._current_frames()[threading.main_thread().ident]
+        seen.append((frame.f_code.co_filename, frame.f_lineno))
+        threading.Event().wait(0.001)
+
+
+class SecondInterrupt:
+    """Raises in the n-th line of the main thread that waits, counted from the first interrupt."""
+
+    FILES = ("caller.py", "apart.py", "latch.py", "aside.py", "safepoint.py", "engine.py")
+
+    def __init__(self, line: int) -> None:
+        self.line, self.seen, self.first = line, 0, False
+        self.where = ""
+
+    def __enter__(self):
+        self._before = signal.signal(signal.SIGINT, self._handler)
+        sys.settrace(self._trace)
+        return self
+
+    def __exit__(self, *_):
+        sys.settrace(None)
+        signal.signal(signal.SIGINT, self._before)
+
+    def _handler(self, number, frame):
+        self.first = True
+        raise KeyboardInterrupt("first")
+
+    def _trace(self, frame, event, argument):
+        path = Path(frame.f_code.co_filename)
+        if (path.parent.name, path.name in self.FILES) != ("yielding", True):
+            return None
+        if self.first and event == "line":
+            self.seen += 1
+            if self.seen == self.line:
+                self.where = f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise KeyboardInterrupt("second")
+        return self._trace

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import signal
-import sys
 import threading
-from pathlib import Path
 
 import pytest
-from support.interrupts import Interrupts
+from support.interrupts import Interrupts, SecondInterrupt, interrupt, once, until_it_waits
 from support.yield_parts import LoopingJob, World, ended
 
 from gpumem_otel.core.yields import (
@@ -24,10 +21,6 @@ from gpumem_otel.errors import YieldRefusedError
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 
 
-def interrupt():
-    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-
-
 def until_told(world: World) -> None:
     until_interrupted(world.engine.phases.urgency)
 
@@ -35,15 +28,6 @@ def until_told(world: World) -> None:
 def until_interrupted(urgency) -> None:
     while not urgency.cancelled:
         threading.Event().wait(0.01)
-
-
-def until_it_waits() -> None:
-    """The main thread, for the end of what it asked for: in the same line five times over."""
-    seen = []
-    while len(seen) < 5 or len(set(seen[-5:])) > 1 or not seen[-1][0].endswith("latch.py"):
-        frame = sys._current_frames()[threading.main_thread().ident]
-        seen.append((frame.f_code.co_filename, frame.f_lineno))
-        threading.Event().wait(0.001)
 
 
 @pytest.fixture
@@ -250,46 +234,6 @@ def test_who_waits_logs_nothing_by_himself(world, caplog):
             threading.Event().wait(0.01)
     main = threading.main_thread().ident
     assert [r.getMessage() for r in caplog.records if r.thread == main] == []
-
-
-class SecondInterrupt:
-    """Raises in the n-th line of the main thread that waits, counted from the first interrupt."""
-
-    FILES = ("caller.py", "apart.py", "latch.py", "aside.py", "wording.py")
-
-    def __init__(self, line: int) -> None:
-        self.line, self.seen, self.first = line, 0, False
-        self.where = ""
-
-    def __enter__(self):
-        self._before = signal.signal(signal.SIGINT, self._handler)
-        sys.settrace(self._trace)
-        return self
-
-    def __exit__(self, *_):
-        sys.settrace(None)
-        signal.signal(signal.SIGINT, self._before)
-
-    def _handler(self, number, frame):
-        self.first = True
-        raise KeyboardInterrupt("first")
-
-    def _trace(self, frame, event, argument):
-        path = Path(frame.f_code.co_filename)
-        if (path.parent.name, path.name in self.FILES) != ("yielding", True):
-            return None
-        if self.first and event == "line":
-            self.seen += 1
-            if self.seen == self.line:
-                self.where = f"{path.name}:{frame.f_lineno} {frame.f_code.co_name}"
-                raise KeyboardInterrupt("second")
-        return self._trace
-
-
-def once(interrupts):
-    """At the first call alone."""
-    left = [interrupts]
-    return lambda *_: left.pop()() if left else None
 
 
 def arm(world: World, moment: str, again: SecondInterrupt) -> None:

@@ -6,6 +6,7 @@ import os
 import threading
 
 import pytest
+from support.interrupts import SecondInterrupt, interrupt, once, until_it_waits
 from support.yield_parts import LoopingJob, World
 
 from gpumem_otel.core.yields import (
@@ -183,6 +184,38 @@ def test_an_interrupt_while_yielded_brings_the_memory_back_first():
         assert world.engine.operation(world.engine.status.operation.id).who == "signal"
         job.thread.join(10)
         assert isinstance(job.error, KeyboardInterrupt), "and then it is raised"
+
+
+def trains_on(world: World, operation_id: str) -> None:
+    """The job, on this thread, until it stops for the operation or that has failed."""
+    while world.engine.operation(operation_id).state is not OperationState.FAILED:
+        world.safe_points.reached()
+
+
+def test_a_second_interrupt_in_whichever_line_leaves_nothing_away():
+    """Of the stopped thread: the job goes on with its memory."""
+
+    def ended(*_):
+        until_it_waits()
+        interrupt()
+
+    unsafe, lines = [], 0
+    while True:
+        world, again = World(), SecondInterrupt(lines + 1)
+        world.safe_points.reached()
+        world.engine.watch(lambda *_: None, once(ended))
+        with again, pytest.raises(KeyboardInterrupt):
+            trains_on(world, world.engine.submit(TENSORS, "test").id)
+        if not (world.engine.status.state is YieldState.RUNNING and world.all_on_device):
+            unsafe.append(again.where)
+        if again.seen and not again.where:
+            break
+        lines += bool(again.seen)  # the first may hit the tracing, which ends it
+        while world.engine._running is not None:
+            threading.Event().wait(0.001)
+        world.engine.restore()
+    assert unsafe == []
+    assert lines > 15
 
 
 def test_a_thread_at_work_refuses_by_its_name():
