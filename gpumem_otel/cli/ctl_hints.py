@@ -154,8 +154,13 @@ def _speaks_tls(target: Target) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    with suppress(OSError, ValueError), _connected(target) as plain:
-        context.wrap_socket(plain, server_hostname=target.host).close()
+    with (
+        suppress(OSError, ValueError),
+        _connected(target) as plain,
+        context.wrap_socket(plain, server_hostname=target.host) as spoken,
+    ):
+        with suppress(OSError):
+            spoken.unwrap()  # a server is told that it ends, as it may expect
         return True
     return False
 
