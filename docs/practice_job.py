@@ -59,8 +59,12 @@ class Finder:
 
 
 step()
-environ = dict(os.environ)
+environ = {"OTEL_SERVICE_NAME": "train", **os.environ}
 config = resolve(environ, control=True)  # GPUMEM_OTEL_CONTROL_HOST and the others work too
+for line in config.warnings:
+    print(f"setting: {line}", flush=True)
+if not config.enabled:
+    raise SystemExit("GPUMEM_OTEL_DISABLED is set: no commands are taken")
 counters = Counters()
 safe_points = SafePoints()
 engine = compose(
@@ -71,6 +75,7 @@ engine = compose(
     environ=environ,
     counters=counters,
     run_dir=config.serve.run_dir,
+    limits=config.yields,
     device_type="cpu",
     finder=Finder(),
 )
@@ -78,12 +83,17 @@ listener = ControlListener(
     engine,
     config.control,
     run_dir=config.serve.run_dir,
-    identity=identify(environ, service_name="train"),
+    identity=identify(environ, service_name=config.service_name),
     counters=counters,
 )
 listener.start()
-listener.wait(10)
-print(listener.refusal or f"commands are taken at unix://{listener.socket_path}", flush=True)
+listener.wait(3)
+if listener.socket_path:
+    print(f"commands are taken at unix://{listener.socket_path}", flush=True)
+if listener.address:
+    print(f"commands are taken at {':'.join(map(str, listener.address))}", flush=True)
+if listener.refusal:
+    print(listener.refusal, flush=True)
 try:
     for number in itertools.count(1):
         loss = step()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gpumem_otel.cli.ctl_client import Client
-    from gpumem_otel.cli.ctl_jobs import Outcome
+    from gpumem_otel.cli.ctl_jobs import Outcome, Progress
 
 __all__ = ["command"]
 
@@ -262,15 +262,17 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
             _refuse_several_jobs(clients)
     names_shown = {client.target.url: f"{kind} {i}" for i, client in enumerate(clients)}
     call = partial(ctl_jobs.command, kind=kind, body=body, wait=wait)
+    begun: set[str] = set()
     try:
         with bars(names_shown, kind, silent=as_json) as show:
-            outcomes = ctl_jobs.at_once(clients, call, show)
+
+            def shown(progress: Progress) -> None:
+                begun.add(progress.url)
+                show(progress)
+
+            outcomes = ctl_jobs.at_once(clients, call, shown)
     except KeyboardInterrupt:
-        # there is no calling back what a job has begun
-        warn(
-            f"not waited for: a {kind} that has begun goes on. `gpumem-otel ctl state` shows it, "
-            "`gpumem-otel ctl restore` takes the memory again once it has ended"
-        )
+        warn(_interrupted(kind, begun=bool(begun)))
         raise
     if as_json:
         print_json([as_entry(outcome) for outcome in outcomes])
@@ -279,6 +281,16 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
             if not outcome.error:
                 click.echo("\n".join(report_lines(outcome)))
     return _said(outcomes)
+
+
+def _interrupted(kind: str, *, begun: bool) -> str:
+    """There is no calling back what a job has begun."""
+    if not begun:
+        return f"`gpumem-otel ctl state` shows whether the {kind} has begun: no answer came so far"
+    way = "" if kind == "restore" else (
+        ", `gpumem-otel ctl restore` takes the memory again once it has ended"
+    )  # fmt: skip
+    return f"not waited for: the {kind} goes on. `gpumem-otel ctl state` shows it{way}"
 
 
 def _fault(kind: str, body: dict[str, Any]) -> str:

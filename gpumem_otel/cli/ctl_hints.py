@@ -144,8 +144,10 @@ def _at(target: Target) -> str:
 
 
 def _plain(error: Exception) -> str:
+    if isinstance(error, http.client.RemoteDisconnected):
+        return "it closed the connection without an answer"
     if isinstance(error, http.client.HTTPException):
-        return f"no HTTP answer ({type(error).__name__})"
+        return f"what answers there is no HTTP; the port of a job is {_PORTS}"
     return getattr(error, "strerror", None) or str(error)
 
 

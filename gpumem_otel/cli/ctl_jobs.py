@@ -193,7 +193,10 @@ def _followed(client: Client, operation: dict[str, Any]) -> Iterator[dict[str, A
             now = time.monotonic()
             lost = lost or now
             if now - lost > _LOST_SECONDS:
-                raise
+                raise CommandFailed(
+                    f"{client.target.url}: no answer any more since the {operation['kind']} began: "
+                    "the job has ended, if `gpumem-otel ctl state` does not list it"
+                ) from None
             time.sleep(_POLL_SECONDS / 4)
             continue
         yield operation

@@ -92,17 +92,17 @@ def report_lines(outcome: Outcome) -> list[str]:
         return [printable(f"{who}: {_already(operation)}")]
     if report is None:
         return [printable(f"{who}: {operation['kind']} done: nothing had to be moved")]
-    moved = sum(report["moved_bytes"].values())
+    gone = sum(report["moved_bytes"].values()) + sum(report["discarded_bytes"].values())
     phases = report["phases"]
     seconds = sum(phase["seconds"] for phase in phases)
     dry = operation["kind"] == "yield" and not report["operation"]
     if dry:
         expected = report["expected_seconds"]
         length = "" if expected is None else f", in about {expected:.1f} s"
-        lines = [f"{who}: a yield would move {human_bytes(moved)}{length}"]
+        lines = [f"{who}: a yield would give back {human_bytes(gone)}{length}"]
     else:
         verb = "gave back" if operation["kind"] == "yield" else "took again"
-        lines = [f"{who}: {verb} {human_bytes(moved)} in {seconds:.2f} s"]
+        lines = [f"{who}: {verb} {human_bytes(gone)} in {seconds:.2f} s"]
     lines += [
         f"  {title}: {by_size(sizes)}"
         for title, sizes in (

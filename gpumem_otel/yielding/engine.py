@@ -262,6 +262,8 @@ class YieldEngine:
                 f"yield: {other} is asked for, and it is yielded already; restore first"
             )
         reason = self._board.status.reason
+        if state is YieldState.YIELDED and self._yielded is None:
+            reason = "a part of it is back already"
         raise YieldRefusedError(
             f"yield: the state is {state.value}{': ' if reason else ''}{reason}; restore first"
         )

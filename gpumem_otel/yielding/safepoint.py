@@ -163,7 +163,10 @@ class SafePoints:
 
     def _nobody(self, wait_seconds: float, *, gave_up: bool) -> str:
         if gave_up:
-            return "safe point: none was reached before the request was given up"
+            return (
+                "safe point: none was reached before the request was given up, by its deadline or "
+                "an interrupt; give it longer, or call gpumem_otel.step() in the job's loop"
+            )
         why = f", since {self._why_not}" if self._why_not else ""
         if self._owner is None:
             why = why or ": the job has not reached one yet"

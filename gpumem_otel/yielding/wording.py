@@ -36,8 +36,10 @@ def asks_same(had: YieldRequest | RestoreRequest, asked: YieldRequest | RestoreR
 
 def other_than(had: YieldRequest, asked: YieldRequest) -> str:
     """What the second asks for and the first does not bring, "" for nothing."""
-    if any(getattr(had, name) != getattr(asked, name) for name in _MEMORY):
-        return "something else"
+    for name in _MEMORY:
+        before, now = getattr(had, name), getattr(asked, name)
+        if before != now:
+            return f"{name} {_shown(now)}, where it has {_shown(before)},"
     if asked.lease_seconds is not None and asked.lease_seconds != had.lease_seconds:
         before = "none" if had.lease_seconds is None else f"{had.lease_seconds:g} s"
         return f"a lease of {asked.lease_seconds:g} s, where it has {before},"
@@ -45,6 +47,15 @@ def other_than(had: YieldRequest, asked: YieldRequest) -> str:
         if getattr(asked, name) and not getattr(had, name):
             return name
     return ""
+
+
+def _shown(value: object) -> str:
+    """As it is asked for; what is not said is all of it."""
+    if value is None:
+        return "all"
+    if isinstance(value, tuple):
+        return "+".join(map(str, value)) or "none"
+    return str(getattr(value, "value", value))
 
 
 def line_of(kind: str, error: BaseException) -> str:

@@ -38,7 +38,7 @@ def test_state_yield_and_restore(run_dir, ctl):
 
         code, out, err = ctl("yield", "--dry-run")
         assert (code, err) == (0, "")
-        assert "a yield would move 12.0 GiB" in out
+        assert "a yield would give back 12.0 GiB" in out
         assert "may kill a parked job: none" in out
         assert double.moves == 0
 
@@ -324,7 +324,11 @@ def test_what_listens_there_is_something_else(ctl):
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         port = "that of a job has a port of its own, 9564 + local rank unless its"
         # of the second and third it is looked whether they speak TLS
-        for reason in (f"no control API answers here: {port}", "no HTTP answer", "no HTTP"):
+        for reason in (
+            f"no control API answers here: {port}",
+            "there is no HTTP",
+            "without an answer",
+        ):
             code, _, err = ctl("state", "--target", url)
             assert code == 1
             assert reason in err

@@ -165,10 +165,17 @@ def test_a_report():
     assert all(line.isprintable() for line in lines)
 
 
+def test_what_is_thrown_away_is_given_back_too():
+    done = operation(moved_bytes={"gradient": GIB}, discarded_bytes={"parameter": 2 * GIB})
+    first, *lines = ctl_view.report_lines(Outcome("u", done, process=PROCESS))
+    assert first.endswith("gave back 3.0 GiB in 0.00 s")
+    assert lines == ["  moved: gradient 1.0 GiB", "  discarded: parameter 2.0 GiB"]
+
+
 def test_a_dry_run_says_what_would_be():
     value = operation(operation="", moved_bytes={"parameter": GIB}, expected_seconds=0.25)
     (first, _) = ctl_view.report_lines(Outcome("u", value, process=PROCESS))
-    assert first.endswith("a yield would move 1.0 GiB, in about 0.2 s")
+    assert first.endswith("a yield would give back 1.0 GiB, in about 0.2 s")
 
 
 def test_a_table_of_states():
@@ -250,13 +257,30 @@ def test_a_bar_has_gib_and_speed(monkeypatch):
     assert "GiB/s" in text
 
 
-def test_who_stops_waiting_is_told_that_the_job_does_not(monkeypatch, tmp_path, capsys):
-    def interrupted(*_arguments):
+GOES_ON = "not waited for: the {} goes on. `gpumem-otel ctl state` shows it"
+INTERRUPTED = {
+    ("yield", True): (
+        GOES_ON.format("yield")
+        + ", `gpumem-otel ctl restore` takes the memory again once it has ended"
+    ),
+    ("restore", True): GOES_ON.format("restore"),
+    ("yield", False): (
+        "`gpumem-otel ctl state` shows whether the yield has begun: no answer came so far"
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "begun"), INTERRUPTED)
+def test_who_stops_waiting_is_told_what_the_job_does(monkeypatch, tmp_path, capsys, kind, begun):
+    url = f"unix://{tmp_path}/socket"
+
+    def interrupted(_clients, _call, show):
+        if begun:
+            show(Progress(url, "", 0, 0))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("gpumem_otel.cli.ctl_jobs.at_once", interrupted)
-    assert main(["ctl", "yield", "--target", f"unix://{tmp_path}/socket"]) == 130
+    assert main(["ctl", kind, "--target", url]) == 130
     out, err = capsys.readouterr()
     assert out == ""
-    assert "a yield that has begun goes on" in err
-    assert "gpumem-otel ctl restore" in err
+    assert err.splitlines()[-1] == f"gpumem-otel: warning: {INTERRUPTED[kind, begun]}"

@@ -71,7 +71,9 @@ def test_commands_that_repeat_give_the_operation_that_is_there():
         assert world.engine.submit(TENSORS, "b") == done
         assert world.engine.yield_(TENSORS).operation == first.id
         for more, said in (
-            ({"keep": ("parameter",)}, "something else is asked for"),
+            ({"level": YieldLevel.AUTO}, "level auto, where it has tensors, is asked for"),
+            ({"keep": ("parameter",)}, "keep parameter, where it has none, is asked for"),
+            ({"devices": (0, 1)}, r"devices 0\+1, where it has all, is asked for"),
             ({"lease_seconds": 5.0}, r"a lease of 5 s, where it has none, is asked for"),
             ({"verify": True}, "verify is asked for"),
         ):
@@ -85,7 +87,7 @@ def test_a_yield_of_which_a_part_is_back_is_not_there_any_more():
     world = World()
     world.engine.yield_(TENSORS)
     world.engine.restore(RestoreRequest(classes=("parameter",)))
-    with pytest.raises(YieldRefusedError, match="the state is yielded; restore first"):
+    with pytest.raises(YieldRefusedError, match="a part of it is back already; restore first"):
         world.engine.yield_(TENSORS)
     world.engine.restore()
     world.engine.yield_(TENSORS)
