@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -141,17 +141,31 @@ def yielded(**options: Unpack[YieldOptions]) -> Iterator[YieldReport]:
         YieldRefusedError: as `yield_memory` and `restore`.
         YieldFailedError: likewise.
     """
-    refused = False
-    try:
+    away = not options.get("dry_run")
+    with _restoring_once_more():
         try:
-            report = yield_memory(**options)
-        except GpumemError:
-            refused = True
-            raise
-        yield report
-    finally:  # an interrupt right after the yield is within, too
-        if not (refused or options.get("dry_run")):
+            try:
+                report = yield_memory(**options)
+            except GpumemError:
+                away = False
+                raise
+            yield report
+        finally:  # an interrupt right after the yield is within, too
+            if away:
+                restore()
+
+
+@contextmanager
+def _restoring_once_more() -> Iterator[None]:
+    """An interrupt may come before a restore has begun; after one another does nothing."""
+    try:
+        yield
+    except GpumemError:
+        raise
+    except BaseException:
+        with suppress(GpumemError):  # the interrupt is what is raised
             restore()
+        raise
 
 
 class Courtesy:
@@ -185,7 +199,8 @@ class Courtesy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.restore()
+        with _restoring_once_more():
+            self.restore()
 
 
 def yield_callbacks(

@@ -79,9 +79,11 @@ def no_residue():
     ours: set[threading.Thread] = set()
     while fresh := set(threading.enumerate()) - threads - ours:
         for thread in fresh:
-            while thread.ident is None:  # of this very moment: not begun yet, and not to be joined
+            for _ in range(1000):  # of this very moment: not begun yet, and not to be joined
+                if thread.ident is not None:
+                    thread.join(timeout=5)
+                    break
                 threading.Event().wait(0.001)
-            thread.join(timeout=5)
         ours |= fresh
     left = [thread.name for thread in ours if thread.is_alive()]
     assert left == [], f"threads left behind: {left}"

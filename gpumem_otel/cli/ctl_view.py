@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -200,7 +200,8 @@ class _Lines:
         if progress.total_bytes:
             done, total = human_bytes(progress.done_bytes), human_bytes(progress.total_bytes)
             line += f", {done} of {total}"
-        click.echo(printable(line), err=True)
+        with suppress(OSError):  # a full disk under it is no reason to follow no further
+            click.echo(printable(line), err=True)
 
 
 def _already(operation: dict[str, Any]) -> str:

@@ -62,10 +62,11 @@ def as_answer(operation: Operation) -> Operation:
     """
     if operation.state is OperationState.RUNNING:
         return operation
-    if operation.kind == "restore" and operation.state is not OperationState.DONE:
-        # it failed once, and everything is back by now: no error of this command
-        report = YieldReport(notes=("nothing was away",))
-        operation = Operation(id="", kind="restore", state=OperationState.DONE, report=report)
+    if operation.state is not OperationState.DONE:
+        # it failed once, and what is asked for is so by now: no error of this command
+        notes = ("nothing was away",) if operation.kind == "restore" else ()
+        report = operation.report or YieldReport(notes=notes)
+        operation = Operation(id="", kind=operation.kind, state=OperationState.DONE, report=report)
     return replace(operation, already=True)
 
 

@@ -14,24 +14,24 @@ import os
 import threading
 import weakref
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from gpumem_otel.logs import named_logger
-from gpumem_otel.yielding.aside import log_aside
+from gpumem_otel.yielding.aside import begin_aside, log_aside
 from gpumem_otel.yielding.latch import Latch, Turn
+from gpumem_otel.yielding.wording import WITHOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PATIENCE", "WITHOUT", "Apart", "Ended", "graver"]
+__all__ = ["PATIENCE", "Apart", "Ended", "graver"]
 
 _log = named_logger("gpumem_otel.yield")
 
 PATIENCE: Final = 2
 """Interrupts that wait for the end of the operation; the next one gets through."""
-
-WITHOUT: Final = "%s: the job goes on WITHOUT its memory"
 
 _THREAD: Final = "thread"
 _CALLER: Final = "caller"
@@ -100,7 +100,7 @@ class Apart:
 
     def _begin_anew(self) -> None:
         self._pid = os.getpid()
-        self._thread: threading.Thread | None = None
+        self._has_thread = False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._end = weakref.finalize(self, self._jobs.put, None)
         self._end.atexit = False
@@ -182,17 +182,13 @@ class Apart:
     def _have_thread(self) -> None:
         if self._pid != os.getpid():  # that of the parent is not here
             self._begin_anew()
-        if self._thread is None or not self._thread.is_alive():
-            arguments: tuple[Any, ...] = (self._jobs,)
-            thread = threading.Thread(
-                target=_serve, args=arguments, name="gpumem-otel-yield", daemon=True
-            )
-            thread.start()
-            self._thread = thread
+        if not self._has_thread:
+            begin_aside(partial(_serve, self._jobs), "gpumem-otel-yield")
+            self._has_thread = True
 
 
 def _serve(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
         del job  # holds what it was given
-    jobs.put(None)  # for one that was started in vain, when an interrupt hit its start
+    jobs.put(None)  # for a second one, where an interrupt came right after its start

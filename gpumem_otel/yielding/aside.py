@@ -50,8 +50,10 @@ def log_aside(
 
 def _begin(action: Callable[[], object], name: str) -> None:
     """On a thread that `threading` does not know, and would make an entry for that stays."""
-    with suppress(RuntimeError):
+    try:
         threading.Thread(target=action, name=name, daemon=True).start()
+    except RuntimeError:  # there was room for this one alone
+        action()
 
 
 def _log(

@@ -129,7 +129,8 @@ class Caller:
         urgency.interrupt()
         if ended.times <= PATIENCE:
             self._apart.wait(ended, lambda: None)
-        while ended.results and gives(request) and ended.times <= PATIENCE:
+        lacks = bool(ended.results) if gives(request) else not ended.done.is_set()
+        while lacks and ended.times <= PATIENCE:
             again: Ended[None] = Ended()
             self._apart.run(self._take_again, again, lambda: None)
             if again.done.is_set():

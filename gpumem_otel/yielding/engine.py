@@ -527,7 +527,7 @@ class YieldEngine:
 
     def _interrupted(self) -> None:
         """On the stopped thread: a signal handler raised there, and waits for its memory."""
-        self.phases.urgency.cancelled = True
+        self.phases.urgency.interrupt()
         begin_aside(partial(_quietly, self._restore_for_interrupt), _THREAD_NAME)
 
     def _restore_for_interrupt(self) -> None:

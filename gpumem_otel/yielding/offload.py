@@ -324,7 +324,7 @@ class Offload:
         progress: Callable[[int, int], None],
         stop: Callable[[], bool],
     ) -> PhaseTime:
-        """Allocate on each block's own stream, largest first, and fill.
+        """Allocate on each block's own stream, and fill.
 
         Args:
             classes: only these; None for all that is left.

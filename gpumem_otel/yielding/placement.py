@@ -110,11 +110,12 @@ def place(
     disk: list[Movable] = []
     at = sum(rounded(item.size, _ALIGNMENT) for item in first)
     placed = {id(item.movable) for item in first}
-    for one in in_turn([one for one in movables if id(one) not in placed]):
-        size = rounded(one.size_bytes, _ALIGNMENT)
-        if at + size <= room_bytes:
+    left = [one for one in movables if id(one) not in placed]
+    fits = _largest_that_fit(left, room_bytes - at)
+    for one in in_turn(left):
+        if id(one) in fits:
             items.append(Item(one, InMemory(at)))
-            at += size
+            at += rounded(one.size_bytes, _ALIGNMENT)
         else:
             disk.append(one)
     memory_bytes = at
@@ -125,6 +126,17 @@ def place(
             items.append(Item(one, OnDisk(file, at)))
             at += rounded(one.size_bytes, DISK_BLOCK)
     return items, memory_bytes
+
+
+def _largest_that_fit(movables: Iterable[Movable], room_bytes: int) -> set[int]:
+    """Identities: small ones may not take the room of a large one, which would go to the disk."""
+    found: set[int] = set()
+    for one in sorted(movables, key=lambda one: -one.size_bytes):
+        size = rounded(one.size_bytes, _ALIGNMENT)
+        if size <= room_bytes:
+            found.add(id(one))
+            room_bytes -= size
+    return found
 
 
 def in_turn(movables: Sequence[Movable]) -> list[Movable]:

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.logs import named_logger
-from gpumem_otel.yielding.apart import WITHOUT, graver
+from gpumem_otel.yielding.apart import graver
 from gpumem_otel.yielding.aside import log_aside
 from gpumem_otel.yielding.latch import Latch
+from gpumem_otel.yielding.wording import WITHOUT
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -216,10 +217,13 @@ class SafePoints:
         asked.arrived.set()
         first = "%s while yielded: bringing the memory back first"
         log_aside(_log, logging.WARNING, first, type(error).__name__)
-        told = asked.on_interrupt is None
+        told, tried = asked.on_interrupt is None, False
         while not asked.go.is_set():
             try:
                 if not told and asked.on_interrupt is not None:
+                    if tried:  # there was no thread for it
+                        asked.go.wait(_TICK_SECONDS)
+                    tried = True
                     asked.on_interrupt()
                     told = True
                 asked.go.wait()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.core.yields import RestoreRequest, YieldRequest, YieldState
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
@@ -11,7 +11,18 @@ from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["asks_same", "gives", "kind_of", "less_of", "line_of", "other_than", "way_on"]
+__all__ = [
+    "WITHOUT",
+    "asks_same",
+    "gives",
+    "kind_of",
+    "less_of",
+    "line_of",
+    "other_than",
+    "way_on",
+]
+
+WITHOUT: Final = "%s: the job goes on WITHOUT its memory"
 
 _MEMORY = ("level", "devices", "classes", "keep", "discard", "dry_run")
 """What says which memory goes, and how."""

@@ -12,7 +12,7 @@ from support.listening import WAIT, until
 from support.yield_parts import SIZE, LoopingJob, World
 
 from gpumem_otel.cli.main import main
-from gpumem_otel.core.yields import YieldState
+from gpumem_otel.core.yields import OperationState, YieldState
 
 
 @pytest.fixture
@@ -88,6 +88,25 @@ def test_what_is_there_already_is_said_and_no_error(world, tmp_path, capsys):
         assert main(["ctl", "restore", "--json", "--run-dir", str(tmp_path)]) == 0
         (entry,) = json.loads(capsys.readouterr().out)
         assert (entry["value"]["already"], entry["error"]) == (True, "")
+
+
+def test_a_yield_that_could_not_be_undone_is_there_when_it_is_repeated(tmp_path):
+    """It failed, and what is asked for now is so: no error of the second command."""
+    world = World()
+    world.engine._lease.try_again = lambda: None
+    with LoopingJob(world.safe_points), controlling(world.engine, tmp_path) as listener:
+        world.faults.now["checkpoint"] = RuntimeError("the driver says no")
+        world.faults.now["copy_back"] = RuntimeError("the device is taken")
+        first = call(listener.socket_path, "POST", "/v1/yield")
+        while world.engine.operation(first.json["id"]).state is OperationState.RUNNING:
+            world.engine.wait(world.engine.status.version, 5.0)
+        assert world.engine.status.state is YieldState.YIELDED
+        assert world.engine.status.operation.state is OperationState.FAILED
+        again = call(listener.socket_path, "POST", "/v1/yield")
+        assert (again.status, again.json["already"], again.json["error"]) == (200, True, "")
+        world.faults.now.clear()
+        world.engine.restore()
+    assert world.all_on_device
 
 
 def test_no_safe_point_in_time_is_refused_and_the_state_is_what_it_was(world, tmp_path, capsys):

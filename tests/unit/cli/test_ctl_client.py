@@ -284,3 +284,13 @@ def test_who_stops_waiting_is_told_what_the_job_does(monkeypatch, tmp_path, caps
     out, err = capsys.readouterr()
     assert out == ""
     assert err.splitlines()[-1] == f"gpumem-otel: warning: {INTERRUPTED[kind, begun]}"
+
+
+def test_a_line_that_can_not_be_written_ends_nothing(monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gpumem_otel.cli.ctl_view.click.echo", full)
+    with ctl_view.bars({}, "yield") as show:
+        show(Progress("u", "prepare", 0, 0))
+        show(Progress("u", "release", 1, 2))

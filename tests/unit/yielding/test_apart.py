@@ -13,6 +13,7 @@ import pytest
 from support.interrupts import Interrupts
 
 from gpumem_otel.yielding.apart import Apart, Ended
+from gpumem_otel.yielding.aside import begin_aside
 
 NAME = contextvars.ContextVar("NAME", default="")
 
@@ -26,10 +27,10 @@ def run_apart():
         apart.run(action, ended, interrupted)
         return ended
 
+    before = set(threading.enumerate())
     yield run
-    thread = apart._thread
     apart.close()
-    if thread is not None:
+    for thread in set(threading.enumerate()) - before:
         thread.join(20)
         assert not thread.is_alive()
 
@@ -62,10 +63,10 @@ def test_another_thread_than_the_main_one_does_it_itself(run_apart):
 
 
 def test_without_a_thread_it_is_done_here(run_apart, monkeypatch):
-    def start(thread):
+    def start(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", start)
+    monkeypatch.setattr("gpumem_otel.yielding.aside.start_new_thread", start)
     assert run_apart(threading.current_thread, nobody).result() is threading.main_thread()
 
 
@@ -130,14 +131,14 @@ def test_the_third_interrupt_gets_through(run_apart, caplog):
 @pytest.mark.parametrize("began", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("DataLoader worker died")])
 def test_an_interrupt_as_the_thread_starts(run_apart, monkeypatch, began, error):
-    start, told = threading.Thread.start, []
+    told = []
 
-    def interrupted(thread):
+    def interrupted(*thread):
         if began:
-            start(thread)
+            begin_aside(*thread)
         raise error
 
-    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    monkeypatch.setattr("gpumem_otel.yielding.apart.begin_aside", interrupted)
     ended = run_apart(lambda: pytest.fail("it is never begun"), lambda: told.append(1))
     assert ended.interrupt is error
     assert (ended.results, ended.error, told) == ([], None, [])

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from contextlib import suppress
 
 import pytest
 from support.interrupts import Interrupts, SecondInterrupt, interrupt, once, until_it_waits
 from support.yield_parts import LoopingJob, World, ended
 
+from gpumem_otel import yields
 from gpumem_otel.core.yields import (
     OperationState,
     RestoreRequest,
@@ -283,3 +285,20 @@ def test_a_second_interrupt_in_whichever_line_leaves_nothing_away(moment):
         world.engine.restore()
     assert unsafe == []
     assert lines > 15
+
+
+def test_one_interrupt_in_whichever_line_of_the_way_back_leaves_nothing_away(monkeypatch):
+    """It may come before the restore has begun: the job unwinds, and needs its memory."""
+    unsafe, lines = [], 0
+    while True:
+        world, again = World(), SecondInterrupt(lines + 1)
+        monkeypatch.setattr(yields, "_engine", lambda *_, world=world: (world.engine, False))
+        with suppress(KeyboardInterrupt), again, yields.yielded(level="tensors"):
+            again.first = True
+        if not (world.engine.status.state is YieldState.RUNNING and world.all_on_device):
+            unsafe.append(again.where)
+        if not again.where:
+            break
+        lines += 1
+    assert unsafe == []
+    assert lines > 30

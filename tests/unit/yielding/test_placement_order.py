@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_otel.core.yields import Movable
-from gpumem_otel.yielding.placement import in_turn
+from gpumem_otel.yielding.copies import InMemory
+from gpumem_otel.yielding.placement import in_turn, place
 
 MIB = 1 << 20
 
@@ -59,3 +60,15 @@ def test_all_come_once_and_larger_ones_of_a_kind_and_device_before_smaller(asked
         here = sizes_of(one for one in order if one.device == device)
         for kind in ([s for s in here if s > MIB], [s for s in here if s <= MIB]):
             assert kind == sorted(kind, reverse=True)
+
+
+def test_small_ones_do_not_take_the_room_of_a_large_one():
+    """Else that would go to the disk."""
+    movables = [*[movable(4 * MIB) for _ in range(5)], *[movable(MIB // 2) for _ in range(20)]]
+    items, memory_bytes = place(movables, 21 * MIB, lambda size: size)
+    in_memory = [item.size for item in items if isinstance(item.place, InMemory)]
+    assert sorted(in_memory) == [MIB // 2] * 2 + [4 * MIB] * 5
+    assert memory_bytes == sum(in_memory) == 21 * MIB
+    offsets = [item.place.offset for item in items if isinstance(item.place, InMemory)]
+    assert offsets == [sum(in_memory[:number]) for number in range(len(in_memory))]
+    assert {item.place.file for item in items if item.size not in in_memory} <= {9 * MIB}
