@@ -67,6 +67,16 @@ def _hooks() -> dict[str, object]:
     return state
 
 
+def _join(thread: threading.Thread) -> None:
+    for _ in range(1000):
+        try:
+            thread.join(timeout=5)
+        except RuntimeError:  # noqa: PERF203 - of this very moment: not begun yet
+            threading.Event().wait(0.001)
+        else:
+            return
+
+
 @pytest.fixture(autouse=True)
 def no_residue():
     """No thread, hook or socket of ours outlives a test."""
@@ -79,11 +89,7 @@ def no_residue():
     ours: set[threading.Thread] = set()
     while fresh := set(threading.enumerate()) - threads - ours:
         for thread in fresh:
-            for _ in range(1000):  # of this very moment: not begun yet, and not to be joined
-                if thread.ident is not None:
-                    thread.join(timeout=5)
-                    break
-                threading.Event().wait(0.001)
+            _join(thread)
         ours |= fresh
     left = [thread.name for thread in ours if thread.is_alive()]
     assert left == [], f"threads left behind: {left}"
