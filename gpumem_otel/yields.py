@@ -160,7 +160,7 @@ def _restoring_once_more() -> Iterator[None]:
     """An interrupt may come before a restore has begun; after one another does nothing."""
     try:
         yield
-    except GpumemError:
+    except (GpumemError, GeneratorExit):  # the latter whenever one is collected that was left
         raise
     except BaseException:
         with suppress(GpumemError):  # the interrupt is what is raised
