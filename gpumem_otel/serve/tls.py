@@ -6,10 +6,11 @@ import os
 import ssl
 from typing import TYPE_CHECKING, NoReturn
 
+from gpumem_otel.config import ControlConfig
 from gpumem_otel.errors import ServeError
 
 if TYPE_CHECKING:
-    from gpumem_otel.config import ControlConfig, ServeConfig
+    from gpumem_otel.config import ServeConfig
 
 __all__ = ["server_context"]
 
@@ -22,10 +23,13 @@ def server_context(config: ServeConfig | ControlConfig) -> ssl.SSLContext | None
     Raises:
         ServeError: a file is missing, unreadable, or does not fit the others.
     """
+    of = "control_" if isinstance(config, ControlConfig) else ""
     if not config.tls_cert_file:
         for name in ("tls_key_file", "tls_client_ca_file"):
             if getattr(config, name):
-                raise ServeError(f"{name} is set without tls_cert_file: set both or neither")
+                raise ServeError(
+                    f"{of}{name} is set without {of}tls_cert_file: set both or neither"
+                )
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -35,7 +39,8 @@ def server_context(config: ServeConfig | ControlConfig) -> ssl.SSLContext | None
         )
     except (OSError, ValueError) as exc:
         files = " and ".join(filter(None, (config.tls_cert_file, config.tls_key_file)))
-        raise ServeError(f"TLS certificate and key, {files}: {_reason(exc)}") from exc
+        key = "" if config.tls_key_file else f"; {of}tls_key_file names the key, if it is not in it"
+        raise ServeError(f"TLS certificate and key, {files}: {_reason(exc)}{key}") from exc
     if config.tls_client_ca_file:
         try:
             context.load_verify_locations(config.tls_client_ca_file)

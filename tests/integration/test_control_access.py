@@ -100,7 +100,7 @@ def test_roles_of_client_certificates(tmp_path, files, ca, audit):
         ({"host": "node7.example", "token": Secret(TOKEN)}, "needs TLS"),
         ({"client_roles": ("read",)}, "needs control_tls_client_ca_file"),
         ({"client_roles": ("read",), "token": Secret(TOKEN)}, "needs control_tls_client_ca_file"),
-        ({"tls_client_ca_file": "ca.pem", "token": Secret(TOKEN)}, "without tls_cert_file"),
+        ({"tls_client_ca_file": "ca.pem", "token": Secret(TOKEN)}, "without control_tls_cert_file"),
         ({"tls_cert_file": "/nowhere.pem", "token": Secret(TOKEN)}, "No such file"),
         ({"port": 65535, "token": Secret(TOKEN)}, "take a lower base port"),
         ({"token_file": "/nowhere"}, "control token file /nowhere: No such file"),

@@ -88,7 +88,7 @@ UNSAFE = [
     ({"control_token_file": "{mine}"}, "control token file {mine}: Permission denied"),
     ({"control_token_file": "{empty}"}, "control token file {empty}: holds no token"),
     ({"control_host": "127.0.0.1", "control_tls_cert_file": "{empty}"}, "TLS certificate and key"),
-    ({"control_host": "127.0.0.1", "control_tls_key_file": "/x"}, "set without tls_cert_file"),
+    ({"control_host": "127.0.0.1", "control_tls_key_file": "/x"}, "without control_tls_cert"),
     ({"control_host": "127.0.0.1", "control_client_roles": ("boss=all",)}, "a role is one of"),
     ({"control_host": "127.0.0.1", "control_token": "short"}, "at least 16 characters"),
 ]

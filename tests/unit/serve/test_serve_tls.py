@@ -8,7 +8,7 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from support import certs
 
-from gpumem_otel.config import ServeConfig
+from gpumem_otel.config import ControlConfig, ServeConfig
 from gpumem_otel.errors import ServeError
 from gpumem_otel.serve.tls import server_context
 
@@ -48,6 +48,15 @@ def test_certificate_and_key_may_share_a_file(pair, tmp_path):
 def test_other_files_need_a_certificate(name):
     with pytest.raises(ServeError, match=f"^{name} is set without tls_cert_file"):
         server_context(ServeConfig(**{name: "x.pem"}))
+
+
+def test_settings_of_control_are_called_by_their_own_names(pair):
+    """`tls_cert_file` is a setting too, of the metrics' listener."""
+    with pytest.raises(ServeError, match="control_tls_key_file is set without control_tls_cert_fi"):
+        server_context(ControlConfig(tls_key_file="x.pem"))
+    hint = "; control_tls_key_file names the key, if it is not in it"
+    with pytest.raises(ServeError, match=f"{hint}$"):
+        server_context(ControlConfig(tls_cert_file=str(pair.cert_file)))
 
 
 @pytest.mark.parametrize("name", ["tls_cert_file", "tls_key_file", "tls_client_ca_file"])
