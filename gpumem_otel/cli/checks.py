@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.config import Config
 
-__all__ = ["MISSING", "OK", "PROBLEM", "Check", "run_all"]
+__all__ = ["MISSING", "OK", "PROBLEM", "Check", "run_all", "why_not_free"]
 
 OK = "ok"
 MISSING = "missing"
@@ -365,20 +365,28 @@ def _otlp(config: Config, environ: Mapping[str, str]) -> Check:
     return Check("otlp", OK, f"{url} takes connections")
 
 
+def why_not_free(host: str, port: int) -> str:
+    """Why nothing can listen there now, "" where something can."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
 def _port(config: Config) -> Check:
     serve = config.serve
     name = f"{serve.host}:{serve.port}"
     if not serve.enabled and not serve.port:
         return Check("port", OK, "any free port")
-    family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind((serve.host, serve.port))
-    except OSError as error:
+    reason = why_not_free(serve.host, serve.port)
+    if reason:
         status = PROBLEM if serve.enabled else MISSING
-        detail = f"{name}: {error.strerror or error}"
-        return Check("port", status, detail, "set GPUMEM_OTEL_PORT, or stop what listens there")
+        advice = "set GPUMEM_OTEL_PORT, or stop what listens there"
+        return Check("port", status, f"{name}: {reason}", advice)
     asked = "" if serve.enabled else " (serving was not asked for: GPUMEM_OTEL_SERVE=1)"
     return Check("port", OK, f"{name} is free{asked}")
 

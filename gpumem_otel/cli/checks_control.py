@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumem_otel.cli.checks import MISSING, OK, PROBLEM, Check
+from gpumem_otel.cli.checks import MISSING, OK, PROBLEM, Check, why_not_free
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,13 +17,19 @@ __all__ = ["control"]
 def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
     """Whether commands would be taken, with the checks of the listener itself."""
     from gpumem_otel.ranks import identify
-    from gpumem_otel.serve.control_settings import refusals
+    from gpumem_otel.serve.control_settings import port_of, refusals
 
     asked, run_dir = config.control, config.serve.run_dir
     if not asked.enabled:
         advice = "set GPUMEM_OTEL_CONTROL=1 for 'gpumem-otel ctl'"
         return [Check("control", MISSING, "off: no commands to yield are taken", advice)]
-    found = refusals(asked, run_dir=run_dir, local_rank=identify(environ).local_rank)
+    local_rank = identify(environ).local_rank
+    found = refusals(asked, run_dir=run_dir, local_rank=local_rank)
+    if asked.host and not found.port:
+        port = port_of(asked, local_rank)
+        reason = why_not_free(asked.host, port)
+        if reason:
+            found.port.append(f"{asked.host}:{port}: {reason}")
     if found.port or found.socket:
         by_socket = bool(run_dir) and not found.socket
         by_port = bool(asked.host) and not found.port

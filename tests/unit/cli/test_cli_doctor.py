@@ -207,6 +207,12 @@ def test_control_is_off_unless_asked_for(no_torch):
     assert check.detail.startswith("off")
 
 
+@pytest.fixture
+def any_port_is_free(monkeypatch):
+    monkeypatch.setattr("gpumem_otel.cli.checks_control.why_not_free", lambda host, port: "")
+
+
+@pytest.mark.usefixtures("any_port_is_free")
 def test_control_says_where_commands_are_taken(no_torch, tmp_path):
     asked = {**no_torch, "GPUMEM_OTEL_CONTROL": "1"}
     where = f"takes commands at a socket in {no_torch['GPUMEM_OTEL_RUN_DIR']}"
@@ -245,6 +251,25 @@ def test_control_settings_that_the_listener_refuses(no_torch, settings, words):
         assert check.advice == "the socket takes commands all the same"
 
 
+def test_a_port_of_control_that_another_has(no_torch):
+    """That of this rank, as the listener takes it."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        asked = {
+            **no_torch,
+            "LOCAL_RANK": "1",
+            "GPUMEM_OTEL_CONTROL": "1",
+            "GPUMEM_OTEL_CONTROL_HOST": "127.0.0.1",
+            "GPUMEM_OTEL_CONTROL_TOKEN": "0123456789abcdef",
+            "GPUMEM_OTEL_CONTROL_PORT": str(port - 1),
+        }
+        (check,) = named(asked, "control")
+    why = f"over TCP would not start, because: 127.0.0.1:{port}: Address already in use"
+    assert (check.status, check.detail) == (checks.PROBLEM, why)
+    assert check.advice == "the socket takes commands all the same"
+
+
+@pytest.mark.usefixtures("any_port_is_free")
 def test_control_in_a_folder_that_others_can_write(no_torch, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run").chmod(0o777)
