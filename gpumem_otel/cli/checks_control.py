@@ -18,6 +18,7 @@ def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
     """Whether commands would be taken, with the checks of the listener itself."""
     from gpumem_otel.ranks import identify
     from gpumem_otel.serve.control_settings import port_of, refusals
+    from gpumem_otel.serve.hosts import host_port
 
     asked, run_dir = config.control, config.serve.run_dir
     if not asked.enabled:
@@ -29,7 +30,7 @@ def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
         port = port_of(asked, local_rank)
         reason = why_not_free(asked.host, port)
         if reason:
-            found.port.append(f"{asked.host}:{port}: {reason}")
+            found.port.append(f"{host_port(asked.host, port)}: {reason}")
     if found.port or found.socket:
         by_socket = bool(run_dir) and not found.socket
         by_port = bool(asked.host) and not found.port
@@ -40,8 +41,7 @@ def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
     where = [f"a socket in {run_dir}"] if run_dir else []
     if asked.host:
         scheme = "https" if asked.tls_cert_file else "http"
-        host = f"[{asked.host}]" if ":" in asked.host else asked.host
-        where.append(f"{scheme}://{host}:{asked.port or '(any free port)'}")
+        where.append(f"{scheme}://{host_port(asked.host, asked.port or '(any free port)')}")
     inherited = bool(asked.host and asked.token)
     advice = "GPUMEM_OTEL_CONTROL_TOKEN is inherited by every child process: use a token file"
     detail = f"takes commands at {' and '.join(where)}"

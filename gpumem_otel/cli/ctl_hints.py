@@ -9,6 +9,8 @@ import ssl
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from gpumem_otel.serve.hosts import host_port
+
 if TYPE_CHECKING:
     from gpumem_otel.cli.ctl_client import Credentials, Target
 
@@ -82,7 +84,7 @@ def why_no_answer(error: Exception, target: Target, shown: Credentials) -> str:
         return _of_tls(error, target, shown)
     spoken = isinstance(error, (http.client.HTTPException, ConnectionError))
     if spoken and _speaks_tls(target):
-        return f"it speaks TLS: take https://{_at(target)} in --target"
+        return f"it speaks TLS: take https://{host_port(target.host, target.port)} in --target"
     return _plain(error)
 
 
@@ -113,7 +115,8 @@ def _of_tls(error: Exception, target: Target, shown: Credentials) -> str:
     if not closed and not isinstance(error, (ssl.SSLError, http.client.HTTPException)):
         return _plain(error)
     if _speaks_http(target):
-        return f"it speaks plain HTTP, no TLS: take http://{_at(target)} in --target"
+        at = host_port(target.host, target.port)
+        return f"it speaks plain HTTP, no TLS: take http://{at} in --target"
     if closed:
         return f"closed without an answer: {_of_client(shown)}"
     return f"TLS: {reason.replace('_', ' ').lower()}" if reason else _plain(error)
@@ -136,11 +139,6 @@ def _of_client(shown: Credentials) -> str:
         f"it may not take {shown.cert_file}, which has to be valid and signed by the job's "
         "GPUMEM_OTEL_CONTROL_TLS_CLIENT_CA_FILE"
     )
-
-
-def _at(target: Target) -> str:
-    host = f"[{target.host}]" if ":" in target.host else target.host
-    return f"{host}:{target.port}"
 
 
 def _plain(error: Exception) -> str:

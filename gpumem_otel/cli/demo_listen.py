@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from gpumem_otel.cli.common import CommandFailed
+from gpumem_otel.serve.hosts import host_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -52,7 +53,7 @@ def await_listener(agent: Agent, check: Callable[[], None], patience_seconds: fl
 def _no_port(agent: Agent, error: OSError) -> str:
     serve = agent.config.serve
     rank = agent.answers.identity().local_rank if agent.answers is not None else 0
-    where = _joined(serve.host, serve.port + rank if serve.port else 0)
+    where = host_port(serve.host, serve.port + rank if serve.port else 0)
     if error.errno == errno.EADDRINUSE:
         return f"{where} is taken; choose another with --port (0: any free one)"
     reason = error.strerror or type(error).__name__
@@ -74,7 +75,7 @@ def greet(address: tuple[str, int], config: Config) -> None:
 def base_url(address: tuple[str, int], *, tls: bool) -> str:
     """The URL to ask on this machine."""
     host, port = address
-    return f"{'https' if tls else 'http'}://{_joined(_OF_THIS_MACHINE.get(host, host), port)}"
+    return f"{'https' if tls else 'http'}://{host_port(_OF_THIS_MACHINE.get(host, host), port)}"
 
 
 def scrape_config(url: str) -> str:
@@ -83,7 +84,3 @@ def scrape_config(url: str) -> str:
     tls = "" if scheme == "http" else f"scheme: {scheme}, "
     job = f"job_name: gpumem, {tls}static_configs: [{{targets: ['{target}']}}]"
     return f"scrape_configs: [{{{job}}}]"
-
-
-def _joined(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -14,7 +14,7 @@ from gpumem_otel.errors import ServeError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.serve.binding import TcpBinding, UnixBinding
 from gpumem_otel.serve.control_settings import port_of, refuse_open_door
-from gpumem_otel.serve.hosts import HostNames
+from gpumem_otel.serve.hosts import HostNames, host_port
 from gpumem_otel.serve.life import ListenerLife
 from gpumem_otel.serve.roles import Gatekeeper
 from gpumem_otel.serve.tls import server_context
@@ -275,7 +275,7 @@ class _Door(ListenerLife):
             where = f"unix://{host}"
         else:
             scheme = "http" if self._tls is None else "https"
-            where = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+            where = f"{scheme}://{host_port(host, port)}"
         _log.info("control: commands are taken at %s", where)
 
     def stop(self, timeout: float = 1.0) -> None:

@@ -10,7 +10,7 @@ import ipaddress
 import re
 import socket
 
-__all__ = ["HostNames", "host_name", "machine_names"]
+__all__ = ["HostNames", "host_name", "host_port", "machine_names"]
 
 _NAME_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9a-f:.%]+)\]|(?P<name>[^\[\]:/@?#\s]+))(?::\d{0,5})?")
 
@@ -93,3 +93,8 @@ class HostNames:
             return ipaddress.ip_address(name).is_loopback
         except ValueError:
             return False
+
+
+def host_port(host: str, port: object) -> str:
+    """As in a URL: brackets around an address of IPv6 (RFC 3986, 3.2.2)."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

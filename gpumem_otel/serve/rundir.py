@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpumem_otel import folders
 from gpumem_otel._version import __version__
 from gpumem_otel.errors import ServeError
+from gpumem_otel.serve.hosts import host_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -101,7 +102,7 @@ class RunEntry:
         host = self.host
         if host in _ANY_ADDRESS:
             host = (_elsewhere(self) and self.machine) or _ANY_ADDRESS[host]
-        return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
+        return host_port(host, self.port)
 
 
 @dataclass(frozen=True, slots=True)

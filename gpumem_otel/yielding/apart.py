@@ -26,12 +26,15 @@ from gpumem_otel.yielding.wording import WITHOUT
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["PATIENCE", "Apart", "Ended", "graver"]
+__all__ = ["PATIENCE", "THREAD_NAME", "Apart", "Ended", "graver"]
 
 _log = named_logger("gpumem_otel.yield")
 
 PATIENCE: Final = 2
 """Interrupts that wait for the end of the operation; the next one gets through."""
+
+THREAD_NAME: Final = "gpumem-otel-yield"
+"""Of each thread that does an operation."""
 
 _THREAD: Final = "thread"
 _CALLER: Final = "caller"
@@ -183,7 +186,7 @@ class Apart:
         if self._pid != os.getpid():  # that of the parent is not here
             self._begin_anew()
         if not self._has_thread:
-            begin_aside(partial(_serve, self._jobs), "gpumem-otel-yield")
+            begin_aside(partial(_serve, self._jobs), THREAD_NAME)
             self._has_thread = True
 
 

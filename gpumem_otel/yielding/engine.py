@@ -28,6 +28,7 @@ from gpumem_otel.core.yields import (
 )
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
+from gpumem_otel.yielding.apart import THREAD_NAME
 from gpumem_otel.yielding.aside import begin_aside
 from gpumem_otel.yielding.board import Board
 from gpumem_otel.yielding.caller import Caller
@@ -58,8 +59,6 @@ _log = named_logger("gpumem_otel.yield")
 
 LEASE_WAIT_SECONDS = 10.0
 """How long a lease that ran out waits for device memory, each time that it tries."""
-
-_THREAD_NAME = "gpumem-otel-yield"
 
 _BY_THEMSELVES = frozenset({"SIGCONT", "signal"})
 """Who asks for a restore and has nobody to ask again where the device is taken."""
@@ -528,7 +527,7 @@ class YieldEngine:
     def _interrupted(self) -> None:
         """On the stopped thread: a signal handler raised there, and waits for its memory."""
         self.phases.urgency.interrupt()
-        begin_aside(partial(_quietly, self._restore_for_interrupt), _THREAD_NAME)
+        begin_aside(partial(_quietly, self._restore_for_interrupt), THREAD_NAME)
 
     def _restore_for_interrupt(self) -> None:
         while (status := self._board.status).state not in {YieldState.RUNNING, YieldState.FAILED}:
@@ -552,7 +551,7 @@ class YieldEngine:
     @staticmethod
     def _spawn(action: Callable[[], object]) -> None:
         run = partial(_quietly, action)
-        threading.Thread(target=run, name=_THREAD_NAME, daemon=True).start()
+        threading.Thread(target=run, name=THREAD_NAME, daemon=True).start()
 
 
 def _quietly(action: Callable[[], object]) -> None:
