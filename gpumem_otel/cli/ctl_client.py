@@ -11,16 +11,19 @@ import ipaddress
 import json
 import os
 import socket
-import ssl
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
 
 from gpumem_otel.cli.common import CommandFailed
 from gpumem_otel.cli.ctl_hints import hint_of_status, why_no_answer
 from gpumem_otel.errors import ConfigError
 from gpumem_otel.serve.roles import LEAST_TOKEN_CHARACTERS
+from gpumem_otel.settingfiles import client_context, load_certificate
+
+if TYPE_CHECKING:
+    import ssl
 
 __all__ = [
     "CONNECT_SECONDS",
@@ -150,18 +153,16 @@ def credentials(token_file: str, ca_file: str, cert_file: str, key_file: str) ->
     if key_file and not cert_file:
         raise ConfigError("--key-file goes with --cert-file")
     try:
-        context = ssl.create_default_context(cafile=ca_file or None)
+        context = client_context(ca_file)
+    except ConfigError as error:
+        raise ConfigError(f"--ca-file {error}") from error
+    try:
         if cert_file:
-            context.load_cert_chain(cert_file, key_file or None, password=_no_prompt)
-    except (OSError, ValueError) as error:
-        files = " and ".join(filter(None, (ca_file, cert_file, key_file)))
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise ConfigError(f"TLS files {files}: {reason}") from error
+            load_certificate(context, cert_file, key_file)
+    except ConfigError as error:
+        options = "--cert-file and --key-file" if key_file else "--cert-file without --key-file"
+        raise ConfigError(f"{options}: {error}") from error
     return Credentials(token, context, token_file, cert_file)
-
-
-def _no_prompt() -> str:
-    raise ValueError("the key is encrypted: give one without a pass phrase")
 
 
 def _read(path: str, what: str) -> str:

@@ -13,14 +13,14 @@ import json
 import re
 import zlib
 from email.utils import parsedate_to_datetime
-from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit, urlunsplit
 
 from gpumem_otel._version import __version__
 from gpumem_otel.core import wire
 from gpumem_otel.core.pprof import gzip_bytes
-from gpumem_otel.errors import PushError
+from gpumem_otel.errors import ConfigError, PushError
+from gpumem_otel.settingfiles import contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,6 +60,8 @@ MAX_VALUE_BYTES = 2048
 MAX_MESSAGE_CHARS = 200
 MIN_SECRET_CHARS = 4
 MAX_RETRY_AFTER_SECONDS = 3600.0
+
+_MAX_TOKEN_BYTES = 16 * 1024
 
 _RETRYABLE = {429: "rate_limited", 502: "unavailable", 503: "unavailable", 504: "unavailable"}
 _FINAL = {
@@ -225,12 +227,15 @@ def bearer_token(config: PyroscopeConfig) -> str:
     if not config.bearer_token_file:
         return config.bearer_token.reveal()
     try:
-        return Path(config.bearer_token_file).read_text(encoding="utf-8").strip()
-    except (OSError, ValueError) as error:
+        token = contents(config.bearer_token_file, _MAX_TOKEN_BYTES).decode().strip()
+    except ConfigError as error:
+        raise PushError(f"token file {error}", reason="config") from None
+    except UnicodeDecodeError:
         raise PushError(
-            f"{config.bearer_token_file}: the token can not be read: {type(error).__name__}",
+            f"token file {config.bearer_token_file}: holds something else than UTF-8",
             reason="config",
         ) from None
+    return token
 
 
 def refusal(answer: Answer, secrets: Sequence[str] = ()) -> PushError | None:

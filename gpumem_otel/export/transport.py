@@ -26,9 +26,15 @@ import urllib3
 from urllib3 import connection as urllib3_connection
 from urllib3 import exceptions
 
-from gpumem_otel.errors import PushError
+from gpumem_otel.errors import ConfigError, PushError
 from gpumem_otel.export import sockets
 from gpumem_otel.export.proxies import proxy_for
+from gpumem_otel.settingfiles import (
+    client_context,
+    load_authorities,
+    load_certificate,
+    require_regular,
+)
 
 if TYPE_CHECKING:
     import socket
@@ -197,6 +203,7 @@ class Transport:
         config = self._config
         files = (config.ca_file, config.client_cert_file, config.client_key_file)
         try:
+            require_regular(*files)
             stamps = tuple(Path(name).stat().st_mtime if name else 0.0 for name in files)
             if stamps != self._stamps:
                 self.close()
@@ -205,11 +212,10 @@ class Transport:
             self._stamps = stamps
             if key not in self._managers:
                 self._managers[key] = self._new_manager(proxy, secure)
-        except OSError as error:  # SSLError too
-            raise PushError(
-                f"{where}: a certificate file can not be used: {sockets.reason_of(error)}",
-                reason="tls",
-            ) from None
+        except ConfigError as error:
+            raise PushError(f"{where}: certificate file {error}", reason="tls") from None
+        except OSError as error:  # one that was there a moment before
+            raise PushError(f"{where}: {sockets.reason_of(error)}", reason="tls") from None
         except (ValueError, exceptions.HTTPError):
             raise PushError(f"{where}: the proxy's URL can not be used", reason="config") from None
         return self._managers[key]
@@ -218,7 +224,7 @@ class Transport:
         config = self._config
         context = self._context(config.ca_file) if secure else None
         if context and config.client_cert_file:
-            context.load_cert_chain(config.client_cert_file, config.client_key_file or None)
+            load_certificate(context, config.client_cert_file, config.client_key_file)
         if proxy:
             parsed = urllib3.util.parse_url(proxy)
             credentials = unquote(parsed.auth) if parsed.auth else None
@@ -228,7 +234,7 @@ class Transport:
                 # no certificate of ours.
                 to_proxy = self._context("")
                 if config.ca_file:
-                    to_proxy.load_verify_locations(config.ca_file)
+                    load_authorities(to_proxy, config.ca_file)
             manager: urllib3.PoolManager = urllib3.ProxyManager(
                 parsed._replace(auth=None).url,
                 proxy_headers=urllib3.make_headers(proxy_basic_auth=credentials),
@@ -243,7 +249,7 @@ class Transport:
         return manager
 
     def _context(self, ca_file: str) -> ssl.SSLContext:
-        context = ssl.create_default_context(cafile=ca_file or None)
+        context = client_context(ca_file)
         context.sslsocket_class = self._tls_socket
         return context
 

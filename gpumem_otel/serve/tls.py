@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import ssl
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from gpumem_otel.config import ControlConfig
-from gpumem_otel.errors import ServeError
+from gpumem_otel.errors import ConfigError, ServeError
+from gpumem_otel.settingfiles import load_authorities, load_certificate, require_regular
 
 if TYPE_CHECKING:
     from gpumem_otel.config import ServeConfig
@@ -34,31 +34,16 @@ def server_context(config: ServeConfig | ControlConfig) -> ssl.SSLContext | None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        context.load_cert_chain(
-            config.tls_cert_file, config.tls_key_file or None, password=_no_prompt
-        )
-    except (OSError, ValueError) as exc:
-        files = " and ".join(filter(None, (config.tls_cert_file, config.tls_key_file)))
+        require_regular(config.tls_cert_file, config.tls_key_file)
+        load_certificate(context, config.tls_cert_file, config.tls_key_file)
+    except ConfigError as exc:
         key = "" if config.tls_key_file else f"; {of}tls_key_file names the key, if it is not in it"
-        raise ServeError(f"TLS certificate and key, {files}: {_reason(exc)}{key}") from exc
+        raise ServeError(f"TLS certificate and key, {exc}{key}") from exc
     if config.tls_client_ca_file:
         try:
-            context.load_verify_locations(config.tls_client_ca_file)
-        except (OSError, ValueError) as exc:
-            raise ServeError(f"TLS client CA {config.tls_client_ca_file}: {_reason(exc)}") from exc
+            require_regular(config.tls_client_ca_file)
+            load_authorities(context, config.tls_client_ca_file)
+        except ConfigError as exc:
+            raise ServeError(f"TLS client CA {exc}") from exc
         context.verify_mode = ssl.CERT_REQUIRED
     return context
-
-
-def _no_prompt() -> NoReturn:
-    # Without this OpenSSL asks the job's terminal for the pass phrase, and waits.
-    raise ValueError("the key is encrypted: give one without a pass phrase")
-
-
-def _reason(exc: OSError | ValueError) -> str:
-    if isinstance(exc, ssl.SSLError):
-        reason = (exc.reason or "no PEM file").replace("_", " ").lower()
-        return f"not usable ({reason})"
-    if isinstance(exc, OSError) and exc.errno is not None:
-        return os.strerror(exc.errno)
-    return str(exc)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from gpumem_otel.errors import ServeError
+from gpumem_otel.errors import ConfigError, ServeError
 from gpumem_otel.logs import named_logger
+from gpumem_otel.settingfiles import contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,7 +36,7 @@ class WatchedFile(Generic[_T]):
     def __init__(
         self, path: str, *, what: str, stays: str, parse: Callable[[bytes], _T], most_bytes: int
     ) -> None:
-        self._path = Path(path)
+        self._path = path
         self._what = what
         self._stays = stays
         self._parse = parse
@@ -44,34 +44,33 @@ class WatchedFile(Generic[_T]):
         self._warned = False
         try:
             self._seen, self._value = self._read()
-        except (OSError, ValueError) as exc:
-            raise ServeError(f"{what} {path}: {_reason(exc)}") from exc
+        except ConfigError as exc:
+            raise ServeError(f"{what} {exc}") from exc
 
     def value(self) -> _T:
         """The value, after a look at whether the file has changed; warns once, never raises."""
         try:
-            if _stamp(self._path) != self._seen:
+            if self._stamp() != self._seen:
                 self._seen, self._value = self._read()
             self._warned = False
-        except (OSError, ValueError) as exc:
+        except ConfigError as exc:
             if not self._warned:
                 self._warned = True
-                _log.warning("%s %s: %s: %s", self._what, self._path, _reason(exc), self._stays)
+                _log.warning("%s %s: %s", self._what, exc, self._stays)
         return self._value
 
     def _read(self) -> tuple[tuple[int, int, int], _T]:
-        stamp = _stamp(self._path)
-        with self._path.open("rb") as file:
-            data = file.read(self._most_bytes + 1)
-        return stamp, self._parse(data)
+        stamp = self._stamp()
+        data = contents(self._path, self._most_bytes + 1)
+        try:
+            return stamp, self._parse(data)
+        except ValueError as exc:
+            raise ConfigError(f"{self._path}: {exc}") from exc
 
-
-def _stamp(path: Path) -> tuple[int, int, int]:
-    status = path.stat()
-    return status.st_mtime_ns, status.st_ino, status.st_size
-
-
-def _reason(exc: OSError | ValueError) -> str:
-    if isinstance(exc, OSError) and exc.errno is not None:
-        return os.strerror(exc.errno)
-    return str(exc)
+    def _stamp(self) -> tuple[int, int, int]:
+        """Differs once the file does; of none, one that no file has."""
+        try:
+            status = os.stat(self._path)  # noqa: PTH116 - as it was given
+        except (OSError, ValueError):
+            return 0, 0, -1
+        return status.st_mtime_ns, status.st_ino, status.st_size

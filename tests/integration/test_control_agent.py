@@ -87,6 +87,7 @@ UNSAFE = [
     ({"control_token_file": "/nowhere"}, "control token file /nowhere: No such file"),
     ({"control_token_file": "{mine}"}, "control token file {mine}: Permission denied"),
     ({"control_token_file": "{empty}"}, "control token file {empty}: holds no token"),
+    ({"control_token_file": "{fifo}"}, "control token file {fifo}: is no regular file"),
     ({"control_host": "127.0.0.1", "control_tls_cert_file": "{empty}"}, "TLS certificate and key"),
     ({"control_host": "127.0.0.1", "control_tls_key_file": "/x"}, "without control_tls_cert"),
     ({"control_host": "127.0.0.1", "control_client_roles": ("boss=all",)}, "a role is one of"),
@@ -96,18 +97,19 @@ UNSAFE = [
 
 @pytest.fixture
 def unusable(tmp_path, monkeypatch):
-    """Paths of files for settings: an empty one, and one that this user may not read."""
+    """Paths of files for settings: empty, not to be read by this user, waiting for a writer."""
     (tmp_path / "empty").touch()
-    opened = Path.open
+    opened = os.open
 
     def open_(path, *arguments, **named):
-        if path.name == "mine":  # root may read what has mode 000
+        if str(path).endswith("/mine"):  # root may read what has mode 000
             raise PermissionError(errno.EACCES, "Permission denied")
         return opened(path, *arguments, **named)
 
     (tmp_path / "mine").touch()
-    monkeypatch.setattr(Path, "open", open_)
-    return {"mine": str(tmp_path / "mine"), "empty": str(tmp_path / "empty")}
+    monkeypatch.setattr(os, "open", open_)
+    os.mkfifo(tmp_path / "fifo")
+    return {name: str(tmp_path / name) for name in ("mine", "empty", "fifo")}
 
 
 def filled(options, unusable):

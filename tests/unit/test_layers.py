@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "errors": set(),
     "logs": set(),
     "folders": {"errors"},
+    "settingfiles": {"errors"},
     "_version": set(),
     "core": {"errors"},
     "config": {"errors"},
@@ -22,8 +23,8 @@ MAY_IMPORT = {
     "parsers": {"config", "core"},
     "ranks": {"core", "errors"},
     "capture": {"core", "config", "errors", "logs"},
-    "export": {"core", "config", "errors", "folders", "logs", "_version"},
-    "serve": {"core", "config", "errors", "folders", "logs", "_version"},
+    "export": {"core", "config", "errors", "folders", "logs", "settingfiles", "_version"},
+    "serve": {"core", "config", "errors", "folders", "logs", "settingfiles", "_version"},
     "yielding": {"core", "config", "errors", "folders", "logs"},
     "yields": {
         "agent", "capture", "config", "core", "errors", "export", "lifecycle", "logs", "options",
@@ -59,7 +60,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "cli": {
         "agent", "capture", "config", "core", "errors", "export", "instrumentor", "lifecycle",
-        "options", "page", "ranks", "serve", "_version",
+        "options", "page", "ranks", "serve", "settingfiles", "_version",
     },
 }  # fmt: skip
 """Top-level module or folder -> what it may import besides itself."""

@@ -103,8 +103,10 @@ def test_files(tmp_path):
         (("two", "", "", ""), "must hold one token"),
         (("short", "", "", ""), "token file short: a token has at least 16 characters"),
         (("binary", "", "", ""), "holds something else than ASCII"),
-        (("", "/nowhere", "", ""), "TLS files /nowhere: No such file"),
-        (("", "two", "", ""), "TLS files two: "),
+        (("", "/nowhere", "", ""), "^--ca-file /nowhere: No such file or directory$"),
+        (("", "two", "", ""), "^--ca-file two: there is no certificate in it$"),
+        (("", "", "two", ""), "^--cert-file without --key-file: two: is no PEM file, or not a"),
+        (("", "", "two", "two"), "^--cert-file and --key-file: two and two: is no PEM file"),
         (("", "", "", "key.pem"), "--key-file goes with --cert-file"),
     ],
 )

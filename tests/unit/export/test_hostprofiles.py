@@ -91,9 +91,7 @@ def test_without_its_token_it_is_not_started(configured, said, tmp_path):
         PyroscopeConfig(url="http://h", bearer_token_file=str(file)), JOB
     )
     assert configured == []
-    assert said() == [
-        ("WARNING", f"host profiles: {file}: the token can not be read: FileNotFoundError")
-    ]
+    assert said() == [("WARNING", f"host profiles: token file {file}: No such file or directory")]
 
 
 def test_settings_that_it_does_not_follow_are_named(configured, said):

@@ -262,8 +262,7 @@ def test_a_missing_authority_file(tmp_path):
     transport = Transport(PyroscopeConfig(ca_file=str(tmp_path / "none.pem")))
     error = failure(transport, "https://127.0.0.1:9")
     assert str(error) == (
-        "127.0.0.1:9: a certificate file can not be used: No such file or directory:"
-        f" {tmp_path / 'none.pem'}"
+        f"127.0.0.1:9: certificate file {tmp_path / 'none.pem'}: No such file or directory"
     )
     (tmp_path / "none.pem").write_text("no certificate")
     assert failure(transport, "https://127.0.0.1:9").reason == "tls"
