@@ -241,7 +241,7 @@ def _packages(config: Config) -> list[Check]:
             "cuda-bindings",
             "cuda-bindings",
             False,
-            "pip install cuda-bindings nvidia-ml-py (only for driver-level work)",
+            "pip install 'cuda-bindings>=12.8' nvidia-ml-py (only for driver-level work)",
         ),
     ]
     checks = []

@@ -44,7 +44,8 @@ def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
         where.append(f"{scheme}://{host_port(asked.host, asked.port or '(any free port)')}")
     inherited = bool(asked.host and asked.token)
     advice = "GPUMEM_OTEL_CONTROL_TOKEN is inherited by every child process: use a token file"
-    detail = f"takes commands at {' and '.join(where)}"
+    would = "takes" if config.enabled else "but for GPUMEM_OTEL_DISABLED it would take"
+    detail = f"{would} commands at {' and '.join(where)}"
     return [Check("control", OK, detail, advice if inherited else "")]
 
 

@@ -210,7 +210,7 @@ class Client:
             answer = connection.getresponse()
             raw = answer.read(_MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
-            reason = why_no_answer(error, self.target, self._shown)
+            reason = why_no_answer(error, self.target, self._shown, timeout)
             raise Unreachable(f"{self.target.url}: {reason}") from error
         finally:
             connection.close()

@@ -9,6 +9,7 @@ import ssl
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
+from gpumem_otel.config import ControlConfig
 from gpumem_otel.serve.hosts import host_port
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ _JOBS: Final = (
     "those in another folder"
 )
 
-_PORTS: Final = "9564 + local rank unless its GPUMEM_OTEL_CONTROL_PORT is another"
+_PORTS: Final = (
+    f"{ControlConfig().port} + local rank unless its GPUMEM_OTEL_CONTROL_PORT is another"
+)
 
 _OTHER_NAME: Final = frozenset({62, 64})
 """X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH of OpenSSL's x509_vfy.h."""
@@ -63,16 +66,23 @@ def hint_of_status(status: int, shown: Credentials, target: Target, *, ours: boo
     return "--token-file names a file with the token, --cert-file and --key-file the certificate"
 
 
-def why_no_answer(error: Exception, target: Target, shown: Credentials) -> str:
+def why_no_answer(
+    error: Exception, target: Target, shown: Credentials, waited_seconds: float
+) -> str:
     """Why there was none; may connect once more to see what listens there. Shows nothing there.
 
     Args:
         error: what the connection came to.
         target: who was asked.
         shown: what was shown.
+        waited_seconds: how long for an answer.
     """
     if isinstance(error, TimeoutError):
-        return "no answer in time"
+        lost = "" if target.path else ", or nothing reaches that machine"
+        return (
+            f"no answer within {waited_seconds:g} s: its process is stopped, or stands still in "
+            f"a call that lets no other thread run{lost}"
+        )
     if target.path:
         return _of_socket(error)
     if isinstance(error, ConnectionRefusedError):

@@ -51,8 +51,12 @@ __all__ = [
 
 DRIVER: Final = "cuda.bindings.driver"
 NVML: Final = "pynvml"
-NOT_INSTALLED: Final = 'cuda-bindings is not installed: pip install "gpumem_otel[driver]"'
-NOT_LOADED: Final = 'cuda-bindings can not be imported: pip install "gpumem_otel[driver]"'
+NOT_INSTALLED: Final = (
+    "cuda-bindings is not installed: pip install 'cuda-bindings>=12.8' nvidia-ml-py"
+)
+NOT_LOADED: Final = (
+    "cuda-bindings can not be imported: pip install 'cuda-bindings>=12.8' nvidia-ml-py"
+)
 NO_DRIVER: Final = "there is no NVIDIA driver here (libcuda.so.1 can not be loaded)"
 OLDEST_CUDA: Final = 12080
 """What `cuDriverGetVersion` answers with driver 570, the first with these calls."""

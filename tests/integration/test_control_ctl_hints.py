@@ -11,6 +11,8 @@ from support.controlling import READER, controlling
 from support.listening import WAIT
 from support.yield_double import YieldDouble
 
+from gpumem_otel.cli.ctl_client import Client, Credentials, Unreachable, parse_target
+
 JOBS = (
     "`gpumem-otel ctl state` without --target lists those of the jobs that run, with --run-dir "
     "those in another folder"
@@ -146,6 +148,24 @@ def test_a_second_look_shows_no_token(fails, tmp_path):
     assert READER.encode() in first
     assert second.startswith(b"\x16\x03")  # a ClientHello
     assert READER.encode() not in second
+
+
+@pytest.mark.parametrize("family", [socket.AF_UNIX, socket.AF_INET])
+def test_a_process_that_answers_nothing(family, tmp_path):
+    """As one that is stopped: the kernel goes on taking its connections."""
+    with socket.socket(family) as server:
+        server.bind(str(tmp_path / "s") if family == socket.AF_UNIX else ("127.0.0.1", 0))
+        server.listen()
+        name = server.getsockname()
+        address = f"unix://{name}" if family == socket.AF_UNIX else f"http://127.0.0.1:{name[1]}"
+        client = Client(parse_target(address), Credentials())
+        with pytest.raises(Unreachable) as caught:
+            client.ask("GET", "/v1/state", timeout=0.1)
+    lost = "" if family == socket.AF_UNIX else ", or nothing reaches that machine"
+    assert caught.value.format_message() == (
+        f"{address}: no answer within 0.1 s: its process is stopped, or stands still in a call "
+        f"that lets no other thread run{lost}"
+    )
 
 
 def test_nobody_at_a_port(fails):

@@ -225,6 +225,11 @@ def test_control_says_where_commands_are_taken(no_torch, tmp_path):
     assert (check.status, check.detail) == (checks.OK, f"{where} and http://[::1]:9564")
     assert "inherited by every child" in check.advice
     assert "token-of-the-environment" not in repr(check)
+    (check,) = named({**asked, "GPUMEM_OTEL_DISABLED": "1"}, "control")
+    assert check.detail == (
+        f"but for GPUMEM_OTEL_DISABLED it would take {where.removeprefix('takes ')} and "
+        "http://[::1]:9564"
+    )
 
 
 @pytest.mark.parametrize(
@@ -292,7 +297,7 @@ def test_hints_name_packages_that_can_be_installed(no_torch, monkeypatch):
     monkeypatch.setattr(checks.metadata, "version", none)
     found = checks.run_all(no_torch, torch_timeout_seconds=60.0, require_gpu=False)
     advice = {check.name: check.advice for check in found}
-    assert "pip install cuda-bindings nvidia-ml-py" in advice["cuda-bindings"]
+    assert "pip install 'cuda-bindings>=12.8' nvidia-ml-py" in advice["cuda-bindings"]
     assert not [line for line in advice.values() if "install 'gpumem-otel" in line]
 
 

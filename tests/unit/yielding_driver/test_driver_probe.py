@@ -68,7 +68,7 @@ def test_nothing_stands_in_the_way(ask, device):
 def test_it_is_not_installed(ask):
     for module in ("no_such_package.driver", "no_such_module"):
         assert ask(driver=module) == (
-            'cuda-bindings is not installed: pip install "gpumem_otel[driver]"'
+            "cuda-bindings is not installed: pip install 'cuda-bindings>=12.8' nvidia-ml-py"
         )
 
 
@@ -131,7 +131,7 @@ def test_bindings_that_can_not_be_imported(tmp_path, monkeypatch, text):
     with pytest.raises(ImportError) as caught:
         drivercalls.DriverCalls(os.getpid(), driver="broken_driver")
     assert str(caught.value) == (
-        'cuda-bindings can not be imported: pip install "gpumem_otel[driver]"'
+        "cuda-bindings can not be imported: pip install 'cuda-bindings>=12.8' nvidia-ml-py"
     )
 
 
