@@ -32,17 +32,11 @@ from gpumem_otel.yielding.apart import THREAD_NAME
 from gpumem_otel.yielding.aside import begin_aside
 from gpumem_otel.yielding.board import Board
 from gpumem_otel.yielding.caller import Caller
+from gpumem_otel.yielding.docket import Docket
 from gpumem_otel.yielding.lease import Lease
 from gpumem_otel.yielding.phases import Phases, Urgency
 from gpumem_otel.yielding.reports import dry_report, restore_report, yield_report
-from gpumem_otel.yielding.wording import (
-    asks_same,
-    kind_of,
-    less_of,
-    line_of,
-    other_than,
-    way_on,
-)
+from gpumem_otel.yielding.wording import kind_of, less_of, line_of, way_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -83,6 +77,7 @@ class YieldEngine:
         self._environ = environ
         self._clock = parts.clock
         self._board = Board(parts.clock, counters)
+        self._docket = Docket(self._board)
         self._caller = Caller(self._now, parts.safe_points, self._board)
         self.phases = Phases(parts, self._board)
         self.phases.on_interrupt = self._interrupted
@@ -92,9 +87,6 @@ class YieldEngine:
         parts.offload.on_waiting = self._waits_for_room
         self._lease = Lease(self._lease_ended, parts.clock)
         self._lock = threading.RLock()
-        self._running: tuple[str, YieldRequest | RestoreRequest] | None = None
-        self._last: dict[str, str] = {}
-        self._yielded: YieldRequest | None = None
         self._evicted = False
         self._closed = False
         self._pid = os.getpid()
@@ -184,7 +176,7 @@ class YieldEngine:
         self._caller.close()
         with self._lock:
             self._closed = True
-            if self._running is None:
+            if self._docket.running is None:
                 self._give_host_back()
 
     def after_fork_in_child(self) -> None:
@@ -225,8 +217,7 @@ class YieldEngine:
         try:
             yield
         finally:
-            running = self._running
-            if running is not None and running[0] == operation_id:
+            if self._docket.runs(operation_id):
                 left = ""
                 if isinstance(request, YieldRequest):
                     self._lease.stop()
@@ -241,38 +232,7 @@ class YieldEngine:
         """The operation that a command repeats; None where it is another."""
         if self._pid != os.getpid():
             raise YieldRefusedError("yield: a forked child holds nothing of its parent's memory")
-        if self._running is not None:
-            operation_id, running = self._running
-            operation = self._board.operation(operation_id)
-            if type(running) is type(request) and asks_same(running, request):
-                return operation
-            kind = operation.kind if operation is not None else "operation"
-            raise YieldRefusedError(f"{kind_of(request)}: {kind} {operation_id} runs; wait for it")
-        state = self._board.state
-        if isinstance(request, RestoreRequest):
-            return self._last_of("restore") if state is YieldState.RUNNING else None
-        if state is YieldState.RUNNING:
-            return None
-        if state is YieldState.YIELDED and not request.dry_run and self._yielded is not None:
-            other = other_than(self._yielded, request)
-            if not other:
-                return self._last_of("yield")
-            raise YieldRefusedError(
-                f"yield: {other} is asked for, and it is yielded already; restore first"
-            )
-        reason = self._board.status.reason
-        if state is YieldState.YIELDED and self._yielded is None:
-            reason = "a part of it is back already"
-        raise YieldRefusedError(
-            f"yield: the state is {state.value}{': ' if reason else ''}{reason}; restore first"
-        )
-
-    def _last_of(self, kind: str) -> Operation:
-        last = self._board.operation(self._last.get(kind, ""))
-        if last is not None:
-            return last
-        report = YieldReport(state=self._board.state, notes=("nothing was yielded",))
-        return Operation(id="", kind=kind, state=OperationState.DONE, report=report)
+        return self._docket.repeated(request)
 
     def _begin(
         self,
@@ -284,14 +244,14 @@ class YieldEngine:
         operation = Operation(
             id=operation_id, kind=kind_of(request), state=OperationState.RUNNING, who=who
         )
-        self._running = (operation.id, request)
+        self._docket.begin(operation, request)
         self.phases.urgency = urgency or Urgency()
         self._board.put(operation)
         if isinstance(request, RestoreRequest):
             self._board.enter(YieldState.RESTORING, f"asked by {who}")
         elif not request.dry_run:
             self._lease.stop()  # of whatever was yielded before
-            self._yielded, self._evicted = request, False
+            self._evicted = False
             self._board.enter(YieldState.YIELDING, f"asked by {who}", reason="", lease_expiry_ns=0)
         return operation
 
@@ -401,7 +361,7 @@ class YieldEngine:
         if state is YieldState.YIELDED:
             away = ", ".join(sorted({**offload.held_bytes, **offload.discarded_bytes}))
             phases.notes.append(f"still away: {away}")
-            self._yielded = None  # a yield of all of it is not there any more
+            self._docket.yielded = None  # a yield of all of it is not there any more
         else:
             self._lease.stop()
         report = restore_report(
@@ -468,7 +428,7 @@ class YieldEngine:
             if state is YieldState.RUNNING:  # however it came to that
                 changes |= {"lease_expiry_ns": 0, "residual_bytes": MappingProxyType({})}
             if operation is not None:
-                self._last[operation.kind] = operation_id
+                self._docket.note(operation)
                 ended = self._board.end(
                     operation,
                     outcome,
@@ -479,7 +439,7 @@ class YieldEngine:
                     **changes,
                 )
             self.phases.let_go()
-            self._running = None  # last: what is interrupted before is done again
+            self._docket.running = None  # last: what is interrupted before is done again
         if ended is not None:
             self._board.tell(ended)
 
@@ -531,7 +491,7 @@ class YieldEngine:
 
     def _restore_for_interrupt(self) -> None:
         while (status := self._board.status).state not in {YieldState.RUNNING, YieldState.FAILED}:
-            if self._running is not None:
+            if self._docket.running is not None:
                 self.wait(status.version, 1.0)
                 continue
             try:

@@ -13,19 +13,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "WITHOUT",
-    "asks_same",
     "gives",
     "kind_of",
     "less_of",
     "line_of",
-    "other_than",
     "way_on",
 ]
 
 WITHOUT: Final = "%s: the job goes on WITHOUT its memory"
-
-_MEMORY = ("level", "devices", "classes", "keep", "discard", "dry_run")
-"""What says which memory goes, and how."""
 
 
 def kind_of(request: YieldRequest | RestoreRequest) -> str:
@@ -36,37 +31,6 @@ def kind_of(request: YieldRequest | RestoreRequest) -> str:
 def gives(request: YieldRequest | RestoreRequest) -> bool:
     """Whether it takes memory away."""
     return isinstance(request, YieldRequest) and not request.dry_run
-
-
-def asks_same(had: YieldRequest | RestoreRequest, asked: YieldRequest | RestoreRequest) -> bool:
-    """Whether the second of two requests of one kind is met where the first one is."""
-    if isinstance(had, YieldRequest) and isinstance(asked, YieldRequest):
-        return not other_than(had, asked)
-    return had.classes == asked.classes
-
-
-def other_than(had: YieldRequest, asked: YieldRequest) -> str:
-    """What the second asks for and the first does not bring, "" for nothing."""
-    for name in _MEMORY:
-        before, now = getattr(had, name), getattr(asked, name)
-        if before != now:
-            return f"{name} {_shown(now)}, where it has {_shown(before)},"
-    if asked.lease_seconds is not None and asked.lease_seconds != had.lease_seconds:
-        before = "none" if had.lease_seconds is None else f"{had.lease_seconds:g} s"
-        return f"a lease of {asked.lease_seconds:g} s, where it has {before},"
-    for name in ("verify", "release_host"):
-        if getattr(asked, name) and not getattr(had, name):
-            return name
-    return ""
-
-
-def _shown(value: object) -> str:
-    """As it is asked for; what is not said is all of it."""
-    if value is None:
-        return "all"
-    if isinstance(value, tuple):
-        return "+".join(map(str, value)) or "none"
-    return str(getattr(value, "value", value))
 
 
 def line_of(kind: str, error: BaseException) -> str:

@@ -278,7 +278,7 @@ def test_a_second_interrupt_in_whichever_line_leaves_nothing_away(moment):
         if again.seen and not again.where:
             break
         lines += bool(again.seen)  # the first may hit the tracing, which ends it
-        while world.engine._running is not None:
+        while world.engine._docket.running is not None:
             threading.Event().wait(0.001)
         if world.engine.status.state is YieldState.RUNNING:
             world.engine.yield_(TENSORS)
