@@ -32,7 +32,7 @@ class Docket:
 
     Attributes:
         running: id and request of the operation that runs, None where none does.
-        yielded: whose memory is away; None where none is, or a part of it is back.
+        yielded: of what is yielded, the request; None where a part of it is back.
     """
 
     def __init__(self, board: Board) -> None:
@@ -49,7 +49,7 @@ class Docket:
     def begin(self, operation: Operation, request: YieldRequest | RestoreRequest) -> None:
         """From now on it runs."""
         self.running = (operation.id, request)
-        if isinstance(request, YieldRequest) and not request.dry_run:
+        if isinstance(request, YieldRequest):
             self.yielded = request
 
     def note(self, operation: Operation) -> None:
@@ -119,7 +119,7 @@ def _other_than(had: YieldRequest, asked: YieldRequest) -> str:
     if asked.lease_seconds is not None and asked.lease_seconds != had.lease_seconds:
         before = "none" if had.lease_seconds is None else f"{had.lease_seconds:g} s"
         return f"a lease of {asked.lease_seconds:g} s, where it has {before},"
-    for name in ("verify", "release_host"):
+    for name in ("verify", "assume_private", "release_host"):
         if getattr(asked, name) and not getattr(had, name):
             return name
     return ""

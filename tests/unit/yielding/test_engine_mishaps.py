@@ -382,6 +382,37 @@ def test_a_persons_restore_is_not_tried_again():
     world.engine.restore()
 
 
+@pytest.mark.parametrize("second", [YieldRequest(verify=True), RestoreRequest()])
+def test_a_command_that_is_refused_leaves_the_operation_that_runs_alone(second):
+    """Other threads of the job may call too."""
+    world = World()
+    said = []
+
+    def call():
+        ask = world.engine.restore if isinstance(second, RestoreRequest) else world.engine.yield_
+        with pytest.raises(YieldRefusedError) as caught:
+            ask(second)
+        said.append(str(caught.value))
+
+    def meanwhile():
+        world.offload.during_copy = lambda: None
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        assert world.engine._docket.running is not None
+
+    world.offload.during_copy = meanwhile
+    report = world.engine.yield_(TENSORS)
+    kind = "restore" if isinstance(second, RestoreRequest) else "yield"
+    assert said == [f"{kind}: yield {report.operation} runs; wait for it"]
+    assert world.engine.status.state is YieldState.YIELDED
+    assert world.engine.operation(report.operation).state is OperationState.DONE
+    assert sum(report.moved_bytes.values()) == len(world.storages) * SIZE
+    assert sum(world.offload.held_bytes.values()) == len(world.storages) * SIZE
+    world.engine.restore()
+    assert world.all_on_device
+
+
 def test_the_lease_of_what_the_job_gave_back_itself_goes_on_after_uninstall():
     world = World()
     world.engine.yield_(YieldRequest(level=YieldLevel.TENSORS, lease_seconds=1000.0))
