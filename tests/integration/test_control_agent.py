@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from support.cli_process import clean_environ, cli
-from support.controlling import call
+from support.controlling import call, no_thread_for_ports
 from support.recordings import make_recording
 from support.yield_double import YieldDouble
 
@@ -24,8 +24,6 @@ from gpumem_otel.capture.replay import ReplaySource
 from gpumem_otel.core.recording import load_recording
 from gpumem_otel.export.clock import SystemClock
 from gpumem_otel.options import resolve
-from gpumem_otel.serve.binding import TcpBinding
-from gpumem_otel.serve.loop import ListenerLoop
 from gpumem_otel.serve.rundir import control_sockets
 
 SNAPSHOT = "h200-torch2.11-train-python-stacks.pickle.gz"
@@ -154,15 +152,7 @@ def test_what_is_not_safe_is_not_begun_and_the_job_goes_on(
 
 
 def test_a_port_whose_thread_can_not_start_leaves_the_socket(start, tokens, monkeypatch, caplog):
-    begun = ListenerLoop.start
-
-    def none_for_ports(loop):
-        if isinstance(loop._binding, TcpBinding):
-            loop._loop.close()
-            raise RuntimeError("can't start new thread")  # noqa: TRY004 - as threading does
-        begun(loop)
-
-    monkeypatch.setattr(ListenerLoop, "start", none_for_ports)
+    no_thread_for_ports(monkeypatch)
     options = {"control_host": "127.0.0.1", "control_port": 0, "control_token_file": tokens}
     agent = start(control=True, **options)
     listener = agent._serves.control

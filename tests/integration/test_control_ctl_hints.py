@@ -11,6 +11,7 @@ from support.controlling import READER, controlling
 from support.listening import WAIT
 from support.yield_double import YieldDouble
 
+from gpumem_otel.cli import ctl_hints
 from gpumem_otel.cli.ctl_client import Client, Credentials, Unreachable, parse_target
 
 JOBS = (
@@ -18,6 +19,7 @@ JOBS = (
     "those in another folder"
 )
 NEEDED = "a bearer token, or a client certificate that has a role, is needed"
+OF_CLIENTS = "it may want a client certificate, --cert-file and --key-file"
 PORT = "9564 + local rank unless its GPUMEM_OTEL_CONTROL_PORT is another"
 
 
@@ -78,9 +80,7 @@ def test_certificates(fails, files, ca, tmp_path):
 
     with controlling(YieldDouble(), **server, client_roles=("ops=read", "boss=yield")) as listener:
         target = url(listener, "https")
-        assert fails("state", target, *trusted) == (
-            "closed without an answer: it may want a client certificate, --cert-file and --key-file"
-        )
+        assert fails("state", target, *trusted) == (f"closed without an answer: {OF_CLIENTS}")
         assert fails("state", target, *shown(other)) == (
             f"closed without an answer: it may not take {other.cert_file}, which has to be valid "
             "and signed by the job's GPUMEM_OTEL_CONTROL_TLS_CLIENT_CA_FILE"
@@ -127,6 +127,19 @@ def test_http_to_a_port_of_tls_and_the_other_way_round(fails, tokens, files, ca,
         )
 
 
+def test_an_address_of_ipv6_keeps_its_brackets_in_the_way_out(fails, tokens, files):
+    with controlling(YieldDouble(), host="::1", token_file=tokens, **files) as listener:
+        port = listener.address[1]
+        assert fails("state", f"http://[::1]:{port}") == (
+            f"it speaks TLS: take https://[::1]:{port} in --target"
+        )
+    with controlling(YieldDouble(), host="::1", token_file=tokens) as listener:
+        port = listener.address[1]
+        assert fails("state", f"https://[::1]:{port}") == (
+            f"it speaks plain HTTP, no TLS: take http://[::1]:{port} in --target"
+        )
+
+
 def test_a_second_look_shows_no_token(fails, tmp_path):
     """What listens there closes the first connection, and is looked at once more."""
     came = []
@@ -166,6 +179,39 @@ def test_a_process_that_answers_nothing(family, tmp_path):
         f"{address}: no answer within 0.1 s: its process is stopped, or stands still in a call "
         f"that lets no other thread run{lost}"
     )
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("scheme", "hint"),
+    [
+        ("http", "it closed the connection without an answer"),
+        ("https", f"closed without an answer: {OF_CLIENTS}"),
+    ],
+    ids=["http", "https"],
+)
+def test_a_second_look_at_one_that_never_answers_comes_to_an_end(fails, monkeypatch, scheme, hint):
+    monkeypatch.setattr(ctl_hints, "_LOOK_SECONDS", 0.05)
+    over, looked = threading.Event(), []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            first, _ = server.accept()
+            with first:
+                first.recv(65536)
+            second, _ = server.accept()
+            with second:
+                looked.append(second.recv(65536))
+                over.wait(WAIT)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            assert fails("state", f"{scheme}://127.0.0.1:{server.getsockname()[1]}") == hint
+        finally:
+            over.set()
+            thread.join(WAIT)
+    assert looked
 
 
 def test_nobody_at_a_port(fails):

@@ -8,12 +8,22 @@ import socket
 import threading
 from pathlib import Path
 
-from support.controlling import IDENTITY, MANY, READER, bearer, call, controlling
+import pytest
+from support.controlling import (
+    IDENTITY,
+    MANY,
+    READER,
+    bearer,
+    call,
+    controlling,
+    no_thread_for_ports,
+)
 from support.listening import WAIT, until
 from support.yield_double import YieldDouble
 
 from gpumem_otel.config import ControlConfig
 from gpumem_otel.core.counters import Counters
+from gpumem_otel.errors import ServeError
 from gpumem_otel.serve import rundir
 from gpumem_otel.serve.control import ControlListener
 
@@ -53,6 +63,28 @@ def test_started_again_it_has_the_same_name(tmp_path):
         assert listener.wait(WAIT)
         assert listener.socket_path == first
         assert call(first, "GET", "/v1/state").status == 200
+
+
+def test_a_port_that_could_not_be_had_is_there_when_it_starts_anew(tmp_path, tokens, monkeypatch):
+    config = ControlConfig(enabled=True, host="127.0.0.1", port=0, token_file=tokens)
+    listener = ControlListener(
+        YieldDouble(), config, run_dir=str(tmp_path / "run"), identity=IDENTITY
+    )
+    try:
+        with monkeypatch.context() as full:
+            no_thread_for_ports(full)
+            listener.start()
+        assert listener.wait(WAIT)
+        assert listener.address is None
+        with pytest.raises(ServeError, match=r"no TCP port: .* can't start new thread"):
+            listener.must_have_port()
+        listener.stop(WAIT)
+        listener.start()
+        listener.must_have_port()
+        assert listener.wait(WAIT)
+        assert call(listener.address, "GET", "/v1/state", bearer(READER)).status == 200
+    finally:
+        listener.stop(WAIT)
 
 
 def test_a_forked_child_leaves_the_parents_socket_alone(tmp_path, tokens):

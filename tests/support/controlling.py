@@ -14,11 +14,14 @@ from support.listening import WAIT, Client, connected
 
 from gpumem_otel.config import ControlConfig
 from gpumem_otel.core.model import Identity
+from gpumem_otel.serve.binding import TcpBinding
 from gpumem_otel.serve.control import ControlListener
+from gpumem_otel.serve.loop import ListenerLoop
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import pytest
     from support.yield_double import YieldDouble
 
 IDENTITY = Identity(
@@ -73,6 +76,19 @@ def controlling(double: YieldDouble, run_dir: Any = "", **config: Any) -> Iterat
         yield listener
     finally:
         listener.stop(timeout=WAIT)
+
+
+def no_thread_for_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread can be started for a socket, and for no TCP port."""
+    begun = ListenerLoop.start
+
+    def start(loop: ListenerLoop) -> None:
+        if isinstance(loop._binding, TcpBinding):
+            loop._loop.close()
+            raise RuntimeError("can't start new thread")  # noqa: TRY004 - as threading does
+        begun(loop)
+
+    monkeypatch.setattr(ListenerLoop, "start", start)
 
 
 @contextlib.contextmanager

@@ -69,6 +69,23 @@ def test_a_line_is_waited_for_where_the_process_may_end():
     assert ("last", "gpumem-otel-log") in slow.lines
 
 
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_wait_is_over_once_it_is_written_or_can_not_be(caplog, broken):
+    class Handler(logging.Handler):
+        def handle(self, record):
+            if broken:
+                raise ValueError("broken")
+
+    handler = Handler()
+    LOG.logger.addHandler(handler)
+    try:
+        log_aside(LOG, logging.WARNING, "said", wait_seconds=1000.0)
+    finally:
+        LOG.logger.removeHandler(handler)
+    assert [record.levelname for record in caplog.records] == ([] if broken else ["WARNING"])
+
+
 def test_a_handler_that_raises_is_the_jobs_own_affair():
     class Broken(logging.Handler):
         def handle(self, record):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from contextlib import suppress
 
@@ -19,6 +20,7 @@ from gpumem_otel.core.yields import (
     YieldState,
 )
 from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.yielding import callbacks
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 
@@ -126,6 +128,63 @@ def test_a_restore_that_is_interrupted_is_finished_first(world):
     assert world.all_on_device
 
 
+def test_a_restore_that_was_interrupted_before_it_began_is_done_all_the_same(world):
+    world.engine.yield_(TENSORS)
+    apart = world.engine._caller._apart
+    run = apart.run
+
+    def interrupted(*arguments):
+        apart.run = run
+        raise KeyboardInterrupt
+
+    apart.run = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.restore()
+    status = world.engine.status
+    assert (status.state, status.operation.who) == (YieldState.RUNNING, "signal")
+    assert world.all_on_device
+
+
+def test_a_way_back_without_room_is_logged_and_the_memory_not_lost(world, caplog):
+    def speaks(parked):  # the last that is done
+        world.offload.room = False
+        interrupt()
+        until_told(world)
+
+    world.safe_points.speaks = speaks
+    with pytest.raises(KeyboardInterrupt):
+        world.engine.yield_(TENSORS)
+    assert "after an interrupt: device 0: 1048576 bytes are missing" in caplog.text
+    assert world.engine.status.state is YieldState.YIELDED
+    assert world.nothing_lost
+    world.offload.room = True
+    world.engine.restore()
+    assert world.all_on_device
+
+
+def test_what_the_jobs_handler_raised_is_what_is_raised(world):
+    class EvictedError(Exception):
+        pass
+
+    def handler(number, frame):
+        raise EvictedError
+
+    def during_copy():
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+        until_told(world)
+        world.offload.during_copy = lambda: None
+
+    world.offload.during_copy = during_copy
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises((EvictedError, KeyboardInterrupt)) as caught:
+            world.engine.yield_(TENSORS)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert caught.type is EvictedError
+    assert world.all_on_device
+
+
 def test_a_callback_that_goes_on_is_not_waited_for(world):
     go, threads = threading.Event(), []
 
@@ -147,6 +206,33 @@ def test_a_callback_that_goes_on_is_not_waited_for(world):
         go.set()
     threads[0].join(20)
     assert world.all_on_device
+
+
+def test_for_an_interrupted_caller_the_way_back_waits_for_no_callback_either(world, monkeypatch):
+    """The yield had succeeded: the restore is one more operation, for a caller who unwinds."""
+    monkeypatch.setattr(callbacks, "_GRACE_SECONDS", 0.05)
+    go, threads = threading.Event(), []
+
+    def slow():
+        threads.append(threading.current_thread())
+        go.wait(30)
+
+    def speaks(parked):  # the last that is done
+        interrupt()
+        until_told(world)
+
+    world.callbacks.add(None, slow, None, 5.0)
+    world.safe_points.speaks = speaks
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            world.engine.yield_(TENSORS)
+        assert world.all_on_device
+        (note,) = world.engine.status.operation.report.notes
+        assert note.endswith("slow is not waited for (the job is interrupted) and goes on")
+        assert threads[0].is_alive()
+    finally:
+        go.set()
+    threads[0].join(20)
 
 
 def test_an_interrupt_before_the_operation_began_is_not_forgotten(world):

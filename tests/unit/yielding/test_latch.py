@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import signal
 import threading
+from queue import SimpleQueue
 
 import pytest
+from support.interrupts import until_it_waits
 
+from gpumem_otel.yielding import latch as latch_module
 from gpumem_otel.yielding.latch import Latch, Turn
 
 
@@ -23,6 +26,33 @@ def test_it_opens_for_all_who_wait_and_for_all_who_come_later():
     assert latch.is_set()
     latch.set()
     assert latch.wait() is latch.wait(0.0) is True
+
+
+def test_all_who_wait_are_told_at_once(monkeypatch):
+    """None of them has to look for itself."""
+    monkeypatch.setattr(latch_module, "_SLICE_SECONDS", 1000.0)
+    asleep = threading.Semaphore(0)
+
+    class Told(SimpleQueue):
+        def get(self, **more):
+            asleep.release()
+            return super().get(**more)
+
+    latch, told = Latch(), []
+    latch._told = Told()
+    waits = [threading.Thread(target=lambda: told.append(latch.wait())) for _ in range(4)]
+    for one in waits:
+        one.start()
+    for _ in waits:
+        assert asleep.acquire(timeout=20)
+    try:
+        latch.set()
+        for one in waits:
+            one.join(5)
+        assert told == [True] * 4
+    finally:
+        for _ in waits:
+            latch._told.put(None)
 
 
 def test_a_wait_that_is_too_short_says_so():
@@ -74,6 +104,32 @@ def test_an_interrupted_wait_leaves_it_as_it_was():
     assert hits == 500
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_signal_that_the_kernel_gave_to_another_thread_is_handled_all_the_same():
+    """Nothing ends the wait of the main thread for it, which alone runs handlers."""
+    latch, handled, heard = Latch(), threading.Event(), []
+
+    def handler(number, frame):
+        handled.set()
+        raise AlarmError
+
+    def gets_it():
+        until_it_waits()
+        signal.pthread_kill(threading.get_ident(), signal.SIGUSR1)
+        heard.append(handled.wait(10))
+        latch.set()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Thread(target=gets_it)
+    try:
+        thread.start()
+        with pytest.raises(AlarmError):
+            latch.wait(30)
+    finally:
+        thread.join(30)
+        signal.signal(signal.SIGUSR1, before)
+    assert heard == [True]
 
 
 def test_a_turn_goes_to_one_of_all_who_ask_at_once_and_stays_there():

@@ -1,4 +1,4 @@
-"""In which order storages are copied and allocated anew."""
+"""Where storages go, and in which order they are copied and allocated anew."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gpumem_otel.core.yields import Movable
 from gpumem_otel.yielding.copies import InMemory
-from gpumem_otel.yielding.placement import in_turn, place
+from gpumem_otel.yielding.placement import in_turn, memory_needed, place, place_first
 
 MIB = 1 << 20
 
@@ -72,3 +72,49 @@ def test_small_ones_do_not_take_the_room_of_a_large_one():
     offsets = [item.place.offset for item in items if isinstance(item.place, InMemory)]
     assert offsets == [sum(in_memory[:number]) for number in range(len(in_memory))]
     assert {item.place.file for item in items if item.size not in in_memory} <= {9 * MIB}
+
+
+def test_each_takes_whole_pieces_of_host_memory():
+    assert memory_needed([movable(1), movable(512), movable(513)]) == 512 + 512 + 1024
+
+
+def test_so_much_of_each_device_is_copied_first():
+    movables = [movable(4 * MIB, device) for device in (0, 0, 1, 1)]
+    first = place_first(movables, 100 * MIB, 4 * MIB)
+    assert [(item.movable.device, item.place) for item in first] == [
+        (0, InMemory(0)),
+        (1, InMemory(4 * MIB)),
+    ]
+
+
+def test_what_was_copied_first_has_its_room_already():
+    """The disk has what would not fit beside it."""
+    movables = [movable(4 * MIB) for _ in range(4)]
+    first = place_first(movables, 8 * MIB, 4 * MIB)
+    items, memory_bytes = place(movables, 8 * MIB, lambda size: size, first)
+    assert items[: len(first)] == first
+    assert memory_bytes == 8 * MIB
+    in_memory = [item.place for item in items if isinstance(item.place, InMemory)]
+    assert in_memory == [InMemory(0), InMemory(4 * MIB)]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20_000), st.integers(0, 2)), max_size=30),
+    st.integers(0, 100_000),
+    st.integers(0, 20_000),
+)
+def test_no_two_share_a_byte_of_host_memory_or_of_the_file(asked, room_bytes, each_bytes):
+    movables, made = [movable(*one) for one in asked], []
+    first = place_first(movables, room_bytes, each_bytes)
+    items, memory_bytes = place(movables, room_bytes, lambda size: made.append(size) or "", first)
+    assert sorted(id(item.movable) for item in items) == sorted(map(id, movables))
+    assert memory_bytes <= room_bytes
+    (file_bytes,) = made or [0]
+    in_memory = [item for item in items if isinstance(item.place, InMemory)]
+    on_disk = [item for item in items if not isinstance(item.place, InMemory)]
+    for here, unit, size in ((in_memory, 512, memory_bytes), (on_disk, 4096, file_bytes)):
+        starts = [item.place.offset for item in here]
+        assert all(start % unit == 0 for start in starts)
+        ends = [start + item.size for start, item in zip(starts, here, strict=True)]
+        assert all(end <= start for end, start in zip(ends, [*starts[1:], size], strict=False))
+        assert size % unit == 0
