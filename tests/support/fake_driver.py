@@ -22,7 +22,11 @@ from pathlib import Path
 GIB = 1 << 30
 VARIABLE = "FAKE_DRIVER_STATE"
 UUID = "GPU-fake"
-
+FAKE = "support.fake_driver"
+LOCK, CHECKPOINT = "cuCheckpointProcessLock", "cuCheckpointProcessCheckpoint"
+RESTORE, UNLOCK = "cuCheckpointProcessRestore", "cuCheckpointProcessUnlock"
+STATE = "cuCheckpointProcessGetState"
+WHOLE = [LOCK, CHECKPOINT, RESTORE, UNLOCK]
 
 BLOCKS = "NVML in a locked process"
 

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
+
+from gpumem_otel.profiling import line_profiler, profile
 
 KIB = 1024
+MONITORING = hasattr(sys, "monitoring")
 
 
 class Job:
@@ -105,3 +109,29 @@ class Job:
                 return 7
 
         return Net
+
+
+def allocated(profiler, name=None, device=0):
+    """Function -> {line from its first: bytes allocated}, of the lines that allocated."""
+    found = {}
+    for function in profiler.display().functions:
+        rows = {
+            row.line - function.first_line: row.devices[device].allocation_bytes
+            for row in function.rows
+            if device in row.devices and row.devices[device].allocation_bytes
+        }
+        if function.rows:
+            found[function.name.rpartition(".")[2]] = rows
+    return found if name is None else found.get(name)
+
+
+def row(profiler, name, line):
+    """(hits, use on device 0) of a line, counted from the function's first."""
+    (function,) = (f for f in profiler.display().functions if f.name.endswith(name))
+    (found,) = (r for r in function.rows if r.line - function.first_line == line)
+    return found.hits, found.devices[0]
+
+
+def decorated(function):
+    """`@profile` on a function of the job, its profiler beside it."""
+    return profile(show=False)(function), line_profiler()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
@@ -11,6 +12,11 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def nothing_left_of_other_tests():
+    gc.collect()
 
 
 @pytest.fixture

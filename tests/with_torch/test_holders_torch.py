@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
-import subprocess
 import sys
-import textwrap
 import types
 import weakref
 from collections import deque
-from pathlib import Path
 
 import pytest
+from support.reported import run
 
 import gpumem_otel
 from gpumem_otel.capture.saved import can_be_read
@@ -22,7 +20,6 @@ torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.torch
 
-ROOT = Path(__file__).parents[2]
 kept_by_module = None
 HERE = __name__
 
@@ -30,15 +27,6 @@ HERE = __name__
 def held(x):
     """{(kind, path)} of who holds it, the variables of running functions left out."""
     return {(h.kind, h.path) for h in gpumem_otel.holders(x).held_by if h.kind != "frame"}
-
-
-def run(script):
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True,
-        timeout=110, cwd=ROOT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture

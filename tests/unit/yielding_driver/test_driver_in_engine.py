@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 from support import fake_driver, yield_parts
-from support.fake_driver import GIB, CUresult, Device
+from support.fake_driver import CHECKPOINT, GIB, LOCK, RESTORE, UNLOCK, CUresult, Device
 from support.yield_parts import World
 
 from gpumem_otel.core.quiet import QuietGate
@@ -18,8 +18,6 @@ from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.yielding.checkpoint import DriverCheckpoint
 from gpumem_otel.yielding.keeperlink import KeeperSettings
 
-LOCK, CHECKPOINT = "cuCheckpointProcessLock", "cuCheckpointProcessCheckpoint"
-RESTORE, UNLOCK = "cuCheckpointProcessRestore", "cuCheckpointProcessUnlock"
 PROCESS = YieldRequest(level=YieldLevel.PROCESS)
 
 

@@ -7,12 +7,11 @@ import sys
 
 import pytest
 from support import fake_driver
-from support.fake_driver import UUID, Device
+from support.fake_driver import FAKE, UUID, Device
 
 from gpumem_otel.yielding import drivercalls, driverprobe
 from gpumem_otel.yielding.driverprobe import refusal, why_not_permitted, yama_scope
 
-FAKE = "support.fake_driver"
 NEW = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (dvs)\n"
     "GCC version:  gcc version 12.3.0 (Ubuntu 12.3.0-1ubuntu1~22.04)\n"
