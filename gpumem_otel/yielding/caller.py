@@ -91,8 +91,8 @@ class Caller:
         """The operation, on a thread of ours where the main thread asks for it.
 
         Raises:
-            BaseException: what a signal handler raised meanwhile, once it has ended and no memory
-                is away; or what the operation raised.
+            BaseException: what a signal handler raised meanwhile, once it has ended, and a yield
+                is undone; or what the operation raised.
         """
         urgency, failed = Urgency(), None
         ended: Ended[YieldReport] = Ended()
@@ -147,8 +147,9 @@ class Caller:
         urgency: Urgency,
     ) -> YieldReport:
         report = self._operate(request, who, here=here, urgency=urgency)
-        if urgency.cancelled and gives(request):
-            self._take_again()  # it was too late to give it up
+        if urgency.cancelled and gives(request):  # it was too late to give it up
+            self._take_again()
+            raise YieldRefusedError("yield: interrupted")  # no result that is still to be undone
         return report
 
     def _take_again(self) -> None:

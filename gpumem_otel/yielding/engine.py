@@ -495,7 +495,7 @@ class YieldEngine:
                 self.wait(status.version, 1.0)
                 continue
             try:
-                self.restore(who="signal")
+                self._now(RestoreRequest(), "signal", urgency=Urgency(hurried=True))
             except YieldRefusedError as error:
                 parked = self.phases.parked
                 if parked is None or parked.stuck:

@@ -102,7 +102,8 @@ def test_torchrun_example(tmp_path):
     shutil.copy(EXAMPLES / "torchrun.sh", tmp_path)
     # it goes to its own folder, and gives a run the id that it has not got
     said = place.start(tmp_path / "torchrun.sh", "5")
-    assert re.fullmatch(r"step 5: loss \d\.\d{4}\n", said)
+    (line,) = (one for one in said.splitlines() if not one.startswith("[Gloo]"))  # torch 2.8's
+    assert re.fullmatch(r"step 5: loss \d\.\d{4}", line)
     ranks = place.ranks()
     check_ranks(ranks, [socket.gethostname()] * 2)
     assert [one["info"]["local_rank"] for one in ranks] == ["0", "1"]

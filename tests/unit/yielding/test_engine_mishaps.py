@@ -21,6 +21,7 @@ from gpumem_otel.core.yields import (
 )
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.export.clock import SystemClock
+from gpumem_otel.yielding import callbacks
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 THROWN = YieldRequest(level=YieldLevel.TENSORS, discard=("optimizer_state",))
@@ -427,19 +428,39 @@ def test_an_interrupt_waits_for_a_partial_restore_and_then_brings_all_back():
     world = World()
     with LoopingJob(world.safe_points) as job:
         world.engine.yield_(TENSORS)
-        restore, calls = world.engine.restore, []
+        now, calls = world.engine._now, []
 
-        def overtaken(request=None, who="job"):
+        def overtaken(request, who, **named):
             calls.append(who)
             if len(calls) == 1:  # somebody else was quicker
-                restore(RestoreRequest(classes=("parameter",)))
+                world.engine.restore(RestoreRequest(classes=("parameter",)))
                 raise YieldRefusedError("restore: restore 5 runs; wait for it")
-            return restore(request, who)
+            return now(request, who, **named)
 
-        world.engine.restore = overtaken
+        world.engine._now = overtaken
         world.engine._restore_for_interrupt()
         assert calls == ["signal", "signal"]
         assert world.engine.status.state is YieldState.RUNNING
+        job.goes_on()
+
+
+def test_the_restore_for_a_stopped_thread_that_is_interrupted_waits_for_no_callback(monkeypatch):
+    monkeypatch.setattr(callbacks, "_GRACE_SECONDS", 0.05)
+    world, go, threads = World(), threading.Event(), []
+
+    def slow():
+        threads.append(threading.current_thread())
+        go.wait(60)
+
+    world.callbacks.add(None, slow, None, 50.0)
+    with LoopingJob(world.safe_points) as job:
+        world.engine.yield_(TENSORS)
+        world.engine._restore_for_interrupt()
+        (note,) = world.engine.status.operation.report.notes
+        assert note.endswith("slow is not waited for (the job is interrupted) and goes on")
+        assert threads[0].is_alive()
+        go.set()
+        threads[0].join(20)
         job.goes_on()
 
 
