@@ -9,12 +9,9 @@ from __future__ import annotations
 import os
 import ssl
 import stat
-from typing import TYPE_CHECKING, Final, NoReturn
+from typing import Final, NoReturn
 
 from gpumem_otel.errors import ConfigError
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 __all__ = [
     "client_context",
@@ -49,7 +46,7 @@ def require_regular(*paths: str) -> None:
             raise ConfigError(f"{path}: {_NO_REGULAR_FILE}")
 
 
-def contents(path: str | Path, most_bytes: int) -> bytes:
+def contents(path: str, most_bytes: int) -> bytes:
     """What a regular file holds, at most so many bytes.
 
     Raises:
@@ -119,13 +116,13 @@ def load_authorities(context: ssl.SSLContext, ca_file: str) -> None:
         raise _unusable(error, ca_file) from error
 
 
-def _unusable(error: OSError | ValueError, *paths: str | Path) -> ConfigError:
+def _unusable(error: OSError | ValueError, *paths: str) -> ConfigError:
     if isinstance(error, ssl.SSLError):
         name = error.reason or None
         reason = _REASONS.get(name) or f"not usable ({str(name).replace('_', ' ').lower()})"
     else:
         reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return ConfigError(f"{' and '.join(str(path) for path in paths if path)}: {reason}")
+    return ConfigError(f"{' and '.join(filter(None, paths))}: {reason}")
 
 
 def _no_prompt() -> NoReturn:
