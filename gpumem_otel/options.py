@@ -125,7 +125,7 @@ OPTIONS: tuple[Option, ...] = (
     _option("namespace", "", "namespace", "GPUMEM_OTEL_NAMESPACE POD_NAMESPACE", p.text),
     _option("run_id", "", "run_id", "GPUMEM_OTEL_RUN_ID", p.text),
     _option("tags", "", "tags", "GPUMEM_OTEL_TAGS", p.pairs),
-    _option("record_path", "", "record_path", "GPUMEM_OTEL_RECORD", p.text),
+    _option("record_path", "", "record_path", "GPUMEM_OTEL_RECORD", p.path),
     _option("host_profiles", "", "host_profiles", "GPUMEM_OTEL_HOST_PROFILES", p.flag),
     _option("stacks", "capture", "stacks", "GPUMEM_OTEL_STACKS", p.one_of("python", "all")),
     _option(
@@ -211,15 +211,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _option("bearer_token", "pyroscope", "bearer_token", "PYROSCOPE_AUTH_TOKEN", p.secret),
     _option(
-        "bearer_token_file", "pyroscope", "bearer_token_file", "PYROSCOPE_AUTH_TOKEN_FILE", p.text
+        "bearer_token_file", "pyroscope", "bearer_token_file", "PYROSCOPE_AUTH_TOKEN_FILE", p.path
     ),
     _option("tenant_id", "pyroscope", "tenant_id", "PYROSCOPE_TENANT_ID", p.text),
     _option("headers", "pyroscope", "headers", "PYROSCOPE_HTTP_HEADERS", p.secret_pairs),
-    _option("ca_file", "pyroscope", "ca_file", "PYROSCOPE_CA_FILE", p.text),
+    _option("ca_file", "pyroscope", "ca_file", "PYROSCOPE_CA_FILE", p.path),
     _option(
-        "client_cert_file", "pyroscope", "client_cert_file", "PYROSCOPE_CLIENT_CERT_FILE", p.text
+        "client_cert_file", "pyroscope", "client_cert_file", "PYROSCOPE_CLIENT_CERT_FILE", p.path
     ),
-    _option("client_key_file", "pyroscope", "client_key_file", "PYROSCOPE_CLIENT_KEY_FILE", p.text),
+    _option("client_key_file", "pyroscope", "client_key_file", "PYROSCOPE_CLIENT_KEY_FILE", p.path),
     _option("proxy", "pyroscope", "proxy", "PYROSCOPE_PROXY", p.secret),
     _option(
         "timeout_seconds", "pyroscope", "timeout_seconds", "PYROSCOPE_TIMEOUT", p.number(1, 60)
@@ -249,46 +249,46 @@ OPTIONS: tuple[Option, ...] = (
         p.integer(0, 65_535),
     ),
     _option("token", "serve", "token", "GPUMEM_OTEL_TOKEN", p.secret),
-    _option("token_file", "serve", "token_file", "GPUMEM_OTEL_TOKEN_FILE", p.text),
-    _option("tls_cert_file", "serve", "tls_cert_file", "GPUMEM_OTEL_TLS_CERT_FILE", p.text),
-    _option("tls_key_file", "serve", "tls_key_file", "GPUMEM_OTEL_TLS_KEY_FILE", p.text),
+    _option("token_file", "serve", "token_file", "GPUMEM_OTEL_TOKEN_FILE", p.path),
+    _option("tls_cert_file", "serve", "tls_cert_file", "GPUMEM_OTEL_TLS_CERT_FILE", p.path),
+    _option("tls_key_file", "serve", "tls_key_file", "GPUMEM_OTEL_TLS_KEY_FILE", p.path),
     _option(
         "tls_client_ca_file",
         "serve",
         "tls_client_ca_file",
         "GPUMEM_OTEL_TLS_CLIENT_CA_FILE",
-        p.text,
+        p.path,
     ),
     _option("allowed_hosts", "serve", "allowed_hosts", "GPUMEM_OTEL_ALLOWED_HOSTS", p.words()),
-    _option("run_dir", "serve", "run_dir", "GPUMEM_OTEL_RUN_DIR", p.text),
-    _option("handover_dir", "serve", "handover_dir", "GPUMEM_OTEL_HANDOVER_DIR", p.text),
+    _option("run_dir", "serve", "run_dir", "GPUMEM_OTEL_RUN_DIR", p.path),
+    _option("handover_dir", "serve", "handover_dir", "GPUMEM_OTEL_HANDOVER_DIR", p.path),
     _option("control", "control", "enabled", "GPUMEM_OTEL_CONTROL", p.flag),
     _option("control_host", "control", "host", "GPUMEM_OTEL_CONTROL_HOST", p.text),
     _option("control_port", "control", "port", "GPUMEM_OTEL_CONTROL_PORT", p.integer(0, 65_535)),
     _option("control_token", "control", "token", "GPUMEM_OTEL_CONTROL_TOKEN", p.secret),
     _option(
-        "control_token_file", "control", "token_file", "GPUMEM_OTEL_CONTROL_TOKEN_FILE", p.text
+        "control_token_file", "control", "token_file", "GPUMEM_OTEL_CONTROL_TOKEN_FILE", p.path
     ),
     _option(
         "control_tls_cert_file",
         "control",
         "tls_cert_file",
         "GPUMEM_OTEL_CONTROL_TLS_CERT_FILE",
-        p.text,
+        p.path,
     ),
     _option(
         "control_tls_key_file",
         "control",
         "tls_key_file",
         "GPUMEM_OTEL_CONTROL_TLS_KEY_FILE",
-        p.text,
+        p.path,
     ),
     _option(
         "control_tls_client_ca_file",
         "control",
         "tls_client_ca_file",
         "GPUMEM_OTEL_CONTROL_TLS_CLIENT_CA_FILE",
-        p.text,
+        p.path,
     ),
     _option(
         "control_client_roles",
@@ -323,8 +323,8 @@ OPTIONS: tuple[Option, ...] = (
         p.integer(0, 1 << 60),
     ),
     _option("oom", "oom", "enabled", "GPUMEM_OTEL_OOM", p.flag),
-    _option("oom_snapshot_dir", "oom", "snapshot_dir", "GPUMEM_OTEL_OOM_SNAPSHOT_DIR", p.text),
-    _option("spool_dir", "oom", "spool_dir", "GPUMEM_OTEL_SPOOL_DIR", p.text),
+    _option("oom_snapshot_dir", "oom", "snapshot_dir", "GPUMEM_OTEL_OOM_SNAPSHOT_DIR", p.path),
+    _option("spool_dir", "oom", "spool_dir", "GPUMEM_OTEL_SPOOL_DIR", p.path),
 )
 """All settings but `enabled`, which is `GPUMEM_OTEL_DISABLED` turned round."""
 

@@ -6,6 +6,7 @@ that may hold a secret are never repeated in it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ __all__ = [
     "number",
     "one_of",
     "pairs",
+    "path",
     "secret",
     "secret_pairs",
     "text",
@@ -40,6 +42,23 @@ def text(value: object) -> str:
     if not isinstance(value, str):
         raise UnusableError("must be a string")
     return value
+
+
+def path(value: object) -> str:
+    """A path, from the root on: a job may go to another folder later. "" as it is."""
+    name = text(value)
+    try:
+        os.fsencode(name)
+    except UnicodeEncodeError:
+        raise UnusableError("must be a path, this can not be one") from None
+    if "\0" in name:
+        raise UnusableError("must be a path, this can not be one")
+    if not name or os.path.isabs(name):  # noqa: PTH117 - of a name as it was given
+        return name
+    try:
+        return os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118 - likewise
+    except OSError:  # the folder is gone
+        return name
 
 
 def flag(value: object) -> bool:

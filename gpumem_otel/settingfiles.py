@@ -1,7 +1,9 @@
-"""Files that settings name: tokens, certificates, keys. To read one never waits for anybody.
+"""Files that settings name: tokens, certificates, keys. A job never waits for one.
 
 To open a FIFO waits until somebody writes to it, and OpenSSL asks the terminal for the pass phrase
 of a key. Who would wait is the job, in `install()`, or a thread of ours for the rest of its life.
+So what is opened is looked at, and OpenSSL gets the descriptor's name: nothing that takes the
+file's place meanwhile is opened. Commands of a person may wait, as for `<(a process)` of a shell.
 """
 
 from __future__ import annotations
@@ -9,121 +11,166 @@ from __future__ import annotations
 import os
 import ssl
 import stat
-from typing import Final, NoReturn
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO, Final
 
 from gpumem_otel.errors import ConfigError
 
-__all__ = [
-    "client_context",
-    "contents",
-    "load_authorities",
-    "load_certificate",
-    "require_regular",
-]
+__all__ = ["client_context", "contents", "load_authorities", "load_certificate"]
 
-_NO_REGULAR_FILE: Final = "is no regular file"
+_MOST_LOOKED_AT_BYTES: Final = 4 << 20
+
+_BEGIN: Final = b"-----BEGIN "
+_CERTIFICATE: Final = b"CERTIFICATE-----"
+_KEY: Final = b"PRIVATE KEY-----"
+"""How the lines end that begin a part of a PEM file, RFC 7468 and those before it."""
 
 _REASONS: Final = {
-    None: "is no PEM file, or not a whole one",
+    None: "damaged",
     "KEY_VALUES_MISMATCH": "the key is another certificate's",
-    "NO_CERTIFICATE_OR_CRL_FOUND": "there is no certificate in it",
+    "NO_CERTIFICATE_ASSIGNED": "the key is another certificate's",
 }
-"""By OpenSSL's names, x509err.h; that of a broken PEM file does not come through."""
+"""By OpenSSL's names, x509err.h and sslerr.h; that of a broken PEM file does not come through."""
 
 
-def require_regular(*paths: str) -> None:
-    """Whether these can be opened without waiting; "" stands for none.
+def contents(path: str, most_bytes: int, *, pipes: bool = False) -> bytes:
+    """What a file holds.
+
+    Args:
+        path: of the file.
+        most_bytes: more is refused.
+        pipes: it may be one; its end is waited for.
 
     Raises:
-        ConfigError: one is not there, or no regular file.
+        ConfigError: it can not be read, is too large, or no regular file.
     """
-    for path in filter(None, paths):
+    with _open(path, pipes=pipes) as file:
         try:
-            mode = os.stat(path).st_mode  # noqa: PTH116 - as it was given
-        except (OSError, ValueError) as error:
-            raise _unusable(error, path) from error
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"{path}: {_NO_REGULAR_FILE}")
+            data = file.read(most_bytes + 1)
+        except OSError as error:
+            raise ConfigError(f"{path}: {_reason(error)}") from error
+    if len(data) > most_bytes:
+        raise ConfigError(f"{path}: is larger than {most_bytes} bytes")
+    return data
 
 
-def contents(path: str, most_bytes: int) -> bytes:
-    """What a regular file holds, at most so many bytes.
-
-    Raises:
-        ConfigError: it can not be read, or is no regular file.
-    """
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            return file.read(most_bytes)
-    except (OSError, ValueError) as error:
-        raise _unusable(error, path) from error
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """An opener for `open`.
-
-    Raises:
-        ConfigError: it is no regular file.
-    """
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
-    os.close(descriptor)
-    raise ConfigError(f"{path}: {_NO_REGULAR_FILE}")
-
-
-def client_context(ca_file: str) -> ssl.SSLContext:
+def client_context(ca_file: str, *, pipes: bool = False) -> ssl.SSLContext:
     """Of a client, as Python makes it.
 
     Args:
         ca_file: PEM, whom it trusts; "" for those that the system does.
+        pipes: see `contents`.
 
     Raises:
         ConfigError: the file can not be used.
     """
-    try:
-        return ssl.create_default_context(cafile=ca_file or None)
-    except (OSError, ValueError) as error:
-        raise _unusable(error, ca_file) from error
+    if not ca_file:
+        return ssl.create_default_context()
+    with _open(ca_file, pipes=pipes) as file:
+        try:
+            return ssl.create_default_context(cafile=_name_of(file.fileno()))
+        except (OSError, ValueError) as error:
+            raise _no_authorities(error, ca_file, file) from error
 
 
-def load_certificate(context: ssl.SSLContext, cert_file: str, key_file: str) -> None:
+def load_authorities(context: ssl.SSLContext, ca_file: str, *, pipes: bool = False) -> None:
+    """Have a context trust whom the certificates of a PEM file have signed.
+
+    Raises:
+        ConfigError: it can not.
+    """
+    with _open(ca_file, pipes=pipes) as file:
+        try:
+            context.load_verify_locations(_name_of(file.fileno()))
+        except (OSError, ValueError) as error:
+            raise _no_authorities(error, ca_file, file) from error
+
+
+def load_certificate(
+    context: ssl.SSLContext,
+    cert_file: str,
+    key_file: str,
+    *,
+    key_setting: str,
+    pipes: bool = False,
+) -> None:
     """Have a context show this certificate.
 
     Args:
         context: of a server or a client.
         cert_file: PEM, the certificate and those between it and the root.
         key_file: PEM, its key without a pass phrase; "" where it is in `cert_file`.
+        key_setting: what names the key's file, for messages.
+        pipes: see `contents`.
 
     Raises:
         ConfigError: it can not.
     """
-    try:
-        context.load_cert_chain(cert_file, key_file or None, password=_no_prompt)
-    except (OSError, ValueError) as error:
-        raise _unusable(error, cert_file, key_file) from error
+    with ExitStack() as opened:
+        cert = opened.enter_context(_open(cert_file, pipes=pipes))
+        key = opened.enter_context(_open(key_file, pipes=pipes)) if key_file else cert
+        try:
+            context.load_cert_chain(
+                _name_of(cert.fileno()), _name_of(key.fileno()), password=_no_prompt
+            )
+        except (OSError, ValueError) as error:
+            lacks = _lacks(cert, _CERTIFICATE)
+            if lacks:
+                raise ConfigError(f"{cert_file}: {lacks}") from error
+            lacks = _lacks(key, _KEY)
+            if lacks:
+                way = "" if key_file else f": {key_setting} names the file that has it"
+                raise ConfigError(f"{key_file or cert_file}: {lacks}{way}") from error
+            files = " and ".join(filter(None, (cert_file, key_file)))
+            raise ConfigError(f"{files}: {_reason(error)}") from error
 
 
-def load_authorities(context: ssl.SSLContext, ca_file: str) -> None:
-    """Have a context trust whom the certificates of a PEM file have signed.
+def _open(path: str, *, pipes: bool) -> BinaryIO:
+    """What stands there; whoever may not wait opens nothing but a regular file.
 
     Raises:
-        ConfigError: it can not.
+        ConfigError: it can not be opened, or is no regular file.
     """
     try:
-        context.load_verify_locations(ca_file)
+        looked_at = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opens nothing yet, open(2)
+        try:
+            mode = os.fstat(looked_at).st_mode
+            if stat.S_ISDIR(mode) or not (pipes or stat.S_ISREG(mode)):
+                raise ConfigError(f"{path}: is no regular file")
+            return Path(_name_of(looked_at)).open("rb")
+        finally:
+            os.close(looked_at)
     except (OSError, ValueError) as error:
-        raise _unusable(error, ca_file) from error
+        raise ConfigError(f"{path}: {_reason(error)}") from error
 
 
-def _unusable(error: OSError | ValueError, *paths: str) -> ConfigError:
+def _name_of(descriptor: int) -> str:
+    return f"/proc/self/fd/{descriptor}"
+
+
+def _no_authorities(error: OSError | ValueError, path: str, file: BinaryIO) -> ConfigError:
+    return ConfigError(f"{path}: {_lacks(file, _CERTIFICATE) or _reason(error)}")
+
+
+def _lacks(file: BinaryIO, part: bytes) -> str:
+    """What of a PEM file is not in it, "" where all is or nobody knows: a pipe is read once."""
+    if not file.seekable():
+        return ""
+    file.seek(0)
+    text = file.read(_MOST_LOOKED_AT_BYTES)
+    if _BEGIN not in text:
+        return "is no PEM file"
+    name = "certificate" if part == _CERTIFICATE else "private key"
+    return "" if part in text else f"there is no {name} in it"
+
+
+def _reason(error: OSError | ValueError) -> str:
     if isinstance(error, ssl.SSLError):
         name = error.reason or None
-        reason = _REASONS.get(name) or f"not usable ({str(name).replace('_', ' ').lower()})"
-    else:
-        reason = (isinstance(error, OSError) and error.strerror) or str(error)
-    return ConfigError(f"{' and '.join(filter(None, paths))}: {reason}")
+        return _REASONS.get(name) or f"not usable ({str(name).replace('_', ' ').lower()})"
+    return (isinstance(error, OSError) and error.strerror) or str(error)
 
 
-def _no_prompt() -> NoReturn:
+def _no_prompt() -> str:
     raise ValueError("the key is encrypted: give one without a pass phrase")

@@ -73,6 +73,11 @@ def configuration() -> str:
         "used is logged once and ignored. `GPUMEM_OTEL_DISABLED=1`, or",
         "`enabled=False`, switches everything off.",
         "",
+        "A path that does not begin with `/` is below the folder that is current at `install()`,",
+        "wherever the job goes later. Files of tokens, certificates and keys are regular files",
+        "without a pass phrase: a pipe would have the job wait. (`gpumem-otel push` and `ctl` take",
+        "pipes too, `<(...)` of a shell.)",
+        "",
         "| keyword | variables | default | meaning |",
         "| --- | --- | --- | --- |",
     ]

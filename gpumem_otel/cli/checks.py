@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gpumem_otel.config import Config
+    from gpumem_otel.config import Config, ServeConfig
 
 __all__ = ["MISSING", "OK", "PROBLEM", "Check", "run_all", "why_not_free"]
 
@@ -379,6 +379,10 @@ def why_not_free(host: str, port: int) -> str:
 
 def _port(config: Config) -> Check:
     serve = config.serve
+    if serve.enabled:
+        refusal = _refused_files(serve)
+        if refusal:
+            return Check("port", PROBLEM, f"nothing would listen, because: {refusal}", "mend it")
     name = f"{serve.host}:{serve.port}"
     if not serve.enabled and not serve.port:
         return Check("port", OK, "any free port")
@@ -389,6 +393,20 @@ def _port(config: Config) -> Check:
         return Check("port", status, f"{name}: {reason}", advice)
     asked = "" if serve.enabled else " (serving was not asked for: GPUMEM_OTEL_SERVE=1)"
     return Check("port", OK, f"{name} is free{asked}")
+
+
+def _refused_files(serve: ServeConfig) -> str:
+    """Why the listener would not take its token or TLS files, "" where it would."""
+    from gpumem_otel.errors import ServeError
+    from gpumem_otel.serve.tls import server_context
+    from gpumem_otel.serve.tokens import Tokens
+
+    try:
+        Tokens(serve.token, serve.token_file)
+        server_context(serve)
+    except ServeError as error:
+        return str(error)
+    return ""
 
 
 def _run_dir(config: Config) -> Check:

@@ -24,6 +24,8 @@ def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
     if not asked.enabled:
         advice = "set GPUMEM_OTEL_CONTROL=1 for 'gpumem-otel ctl'"
         return [Check("control", MISSING, "off: no commands to yield are taken", advice)]
+    if not config.enabled:
+        return [Check("control", MISSING, "GPUMEM_OTEL_DISABLED is set: no commands are taken")]
     local_rank = identify(environ).local_rank
     found = refusals(asked, run_dir=run_dir, local_rank=local_rank)
     if asked.host and not found.port:
@@ -44,8 +46,7 @@ def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
         where.append(f"{scheme}://{host_port(asked.host, asked.port or '(any free port)')}")
     inherited = bool(asked.host and asked.token)
     advice = "GPUMEM_OTEL_CONTROL_TOKEN is inherited by every child process: use a token file"
-    would = "takes" if config.enabled else "but for GPUMEM_OTEL_DISABLED it would take"
-    detail = f"{would} commands at {' and '.join(where)}"
+    detail = f"takes commands at {' and '.join(where)}"
     return [Check("control", OK, detail, advice if inherited else "")]
 
 

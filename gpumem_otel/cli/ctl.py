@@ -285,8 +285,10 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
 
 def _interrupted(kind: str, *, begun: bool) -> str:
     """There is no calling back what a job has begun."""
+    from gpumem_otel.cli import ctl_jobs
+
     if not begun:
-        return f"`gpumem-otel ctl state` shows whether the {kind} has begun: no answer came so far"
+        return f"{ctl_jobs.begun(kind)}: no answer came so far"
     way = "" if kind == "restore" else (
         ", `gpumem-otel ctl restore` takes the memory again once it has ended"
     )  # fmt: skip

@@ -20,7 +20,7 @@ from gpumem_otel.cli.common import CommandFailed
 from gpumem_otel.cli.ctl_hints import hint_of_status, why_no_answer
 from gpumem_otel.errors import ConfigError
 from gpumem_otel.serve.roles import LEAST_TOKEN_CHARACTERS
-from gpumem_otel.settingfiles import client_context, load_certificate
+from gpumem_otel.settingfiles import client_context, contents, load_certificate
 
 if TYPE_CHECKING:
     import ssl
@@ -39,6 +39,8 @@ __all__ = [
 CONNECT_SECONDS: Final = 10.0
 
 _MAX_ANSWER_BYTES: Final = 4 << 20
+
+_MAX_TOKEN_BYTES: Final = 16 * 1024
 
 _PORTS: Final = range(1, 65536)
 
@@ -103,7 +105,15 @@ class Reply:
 
 
 class Unreachable(CommandFailed):
-    """No answer came."""
+    """No answer came.
+
+    Attributes:
+        waited: all the time that there was.
+    """
+
+    def __init__(self, message: str, *, waited: bool = False) -> None:
+        super().__init__(message)
+        self.waited = waited
 
 
 def parse_target(url: str) -> Target:
@@ -142,10 +152,7 @@ def credentials(token_file: str, ca_file: str, cert_file: str, key_file: str) ->
     """
     token = ""
     if token_file:
-        words = _read(token_file, "token file").split()
-        if len(words) != 1:
-            raise ConfigError(f"token file {token_file}: must hold one token and nothing else")
-        token = words[0]
+        token = _token_in(token_file)
         if len(token) < LEAST_TOKEN_CHARACTERS:
             raise ConfigError(
                 f"token file {token_file}: a token has at least {LEAST_TOKEN_CHARACTERS} characters"
@@ -153,25 +160,28 @@ def credentials(token_file: str, ca_file: str, cert_file: str, key_file: str) ->
     if key_file and not cert_file:
         raise ConfigError("--key-file goes with --cert-file")
     try:
-        context = client_context(ca_file)
+        context = client_context(ca_file, pipes=True)
     except ConfigError as error:
         raise ConfigError(f"--ca-file {error}") from error
     try:
         if cert_file:
-            load_certificate(context, cert_file, key_file)
+            load_certificate(context, cert_file, key_file, key_setting="--key-file", pipes=True)
     except ConfigError as error:
-        options = "--cert-file and --key-file" if key_file else "--cert-file without --key-file"
-        raise ConfigError(f"{options}: {error}") from error
+        raise ConfigError(f"client certificate {error}") from error
     return Credentials(token, context, token_file, cert_file)
 
 
-def _read(path: str, what: str) -> str:
+def _token_in(path: str) -> str:
     try:
-        return Path(path).read_text(encoding="ascii")
+        text = contents(path, _MAX_TOKEN_BYTES, pipes=True).decode("ascii")
     except UnicodeDecodeError:
-        raise ConfigError(f"{what} {path}: holds something else than ASCII") from None
-    except OSError as error:
-        raise ConfigError(f"{what} {path}: {error.strerror}") from error
+        raise ConfigError(f"token file {path}: holds something else than ASCII") from None
+    except ConfigError as error:
+        raise ConfigError(f"token file {error}") from error
+    words = text.split()
+    if len(words) != 1 or not words[0].isprintable():
+        raise ConfigError(f"token file {path}: must hold one token and nothing else")
+    return words[0]
 
 
 class Client:
@@ -211,7 +221,8 @@ class Client:
             raw = answer.read(_MAX_ANSWER_BYTES + 1)
         except (OSError, http.client.HTTPException) as error:
             reason = why_no_answer(error, self.target, self._shown, timeout)
-            raise Unreachable(f"{self.target.url}: {reason}") from error
+            waited = isinstance(error, TimeoutError)
+            raise Unreachable(f"{self.target.url}: {reason}", waited=waited) from error
         finally:
             connection.close()
         return self._reply(answer.status, _value(raw))

@@ -31,6 +31,11 @@ _PORTS: Final = (
     f"{ControlConfig().port} + local rank unless its GPUMEM_OTEL_CONTROL_PORT is another"
 )
 
+_STANDS_STILL: Final = (
+    "its process is stopped (kill -CONT goes on with it), or stands still in a call that lets no "
+    "other thread run"
+)
+
 _OTHER_NAME: Final = frozenset({62, 64})
 """X509_V_ERR_HOSTNAME_MISMATCH and X509_V_ERR_IP_ADDRESS_MISMATCH of OpenSSL's x509_vfy.h."""
 
@@ -77,12 +82,9 @@ def why_no_answer(
         shown: what was shown.
         waited_seconds: how long for an answer.
     """
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError) and error.errno is None:  # else the kernel's own
         lost = "" if target.path else ", or nothing reaches that machine"
-        return (
-            f"no answer within {waited_seconds:g} s: its process is stopped, or stands still in "
-            f"a call that lets no other thread run{lost}"
-        )
+        return f"no answer within {waited_seconds:g} s: {_STANDS_STILL}{lost}"
     if target.path:
         return _of_socket(error)
     if isinstance(error, ConnectionRefusedError):
@@ -106,6 +108,10 @@ def _of_socket(error: Exception) -> str:
         return f"that is no socket: {_JOBS}"
     if isinstance(error, ConnectionRefusedError):
         return f"nobody listens there any more, the job has ended: {_JOBS}"
+    if isinstance(error, BlockingIOError):
+        return f"as many wait there as may: {_STANDS_STILL}"
+    if isinstance(error, (http.client.RemoteDisconnected, ConnectionResetError)):
+        return f"closed without an answer, as by a job that ends: {_JOBS}"
     if isinstance(error, PermissionError):
         return "only the job's user and root may use its socket (sudo -u USER gpumem-otel ctl)"
     return _plain(error)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.cli.ctl_client import Client
 
-__all__ = ["Outcome", "Progress", "at_once", "command", "state_of", "watch"]
+__all__ = ["Outcome", "Progress", "at_once", "begun", "command", "state_of", "watch"]
 
 _POLL_SECONDS: Final = 1.0
 """A long poll of the state; progress is said with each change of it."""
@@ -150,9 +150,14 @@ def command(
     key = uuid.uuid4().hex
     send = partial(client.ask, "POST", f"/v1/{kind}", body, key=key, timeout=timeout)
     try:
-        reply = send()
-    except Unreachable:
-        reply = send()  # it may have begun: with the same key it does not begin again
+        try:
+            reply = send()
+        except Unreachable as none:
+            if none.waited:
+                raise
+            reply = send()  # it may have begun: with the same key it does not begin again
+    except Unreachable as none:
+        raise CommandFailed(f"{none.format_message()}; {begun(kind)}") from none
     if reply.status not in {_OK, _BEGUN} or not _is_operation(reply.value):
         return Outcome(url, error=f"{url}: {reply.error}", process=process.process)
     operation = reply.value
@@ -165,6 +170,11 @@ def command(
     if operation["state"] in {"refused", "failed"}:
         error = f"{url}: {kind} {operation['state']}: {operation['error']}"
     return Outcome(url, operation, error, process.process)
+
+
+def begun(kind: str) -> str:
+    """What to do where no answer came to a command."""
+    return f"`gpumem-otel ctl state` shows whether the {kind} has begun"
 
 
 def _followed(client: Client, operation: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -194,8 +204,9 @@ def _followed(client: Client, operation: dict[str, Any]) -> Iterator[dict[str, A
             lost = lost or now
             if now - lost > _LOST_SECONDS:
                 raise CommandFailed(
-                    f"{client.target.url}: no answer any more since the {operation['kind']} began: "
-                    "the job has ended, if `gpumem-otel ctl state` does not list it"
+                    f"{client.target.url}: the {operation['kind']} began, and for "
+                    f"{now - lost:.0f} s there is no answer any more: the process is stopped, or "
+                    "has ended, if `gpumem-otel ctl state` does not list it"
                 ) from None
             time.sleep(_POLL_SECONDS / 4)
             continue

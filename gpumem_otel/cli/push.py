@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
@@ -102,6 +103,7 @@ def command(
             warn(warning)
     if not config.pyroscope.url:
         raise click.UsageError("Missing option '--url' (or PYROSCOPE_SERVER_ADDRESS)")
+    config = _with_token(config)
     if source is None:
         for option, value in (
             ("--device", device),
@@ -114,6 +116,22 @@ def command(
         return
     parcels = _parcels(source, device, config)
     _send(source, parcels, config)
+
+
+def _with_token(config: Config) -> Config:
+    """The token of a file is read once: it may be a pipe, `<(...)` of a shell."""
+    from gpumem_otel.config import Secret
+    from gpumem_otel.errors import PushError
+    from gpumem_otel.export.pyroscope import bearer_token
+
+    if not config.pyroscope.bearer_token_file:
+        return config
+    try:
+        token = Secret(bearer_token(config.pyroscope, pipes=True))
+    except PushError as error:
+        raise CommandFailed(str(error)) from error
+    pyroscope = replace(config.pyroscope, bearer_token=token, bearer_token_file="")
+    return replace(config, pyroscope=pyroscope)
 
 
 def _as_typed(message: str) -> str:
@@ -205,7 +223,7 @@ def _send(source: str, parcels: Sequence[_Parcel], config: Config) -> None:
         run_id=config.run_id,
         tags=config.tags,
     )
-    transport = Transport(config.pyroscope, environ=base)
+    transport = Transport(config.pyroscope, environ=base, pipes=True)
     sink = PyroscopeSink(transport, config.pyroscope, lambda: who)
     try:
         with progress(f"pushing {source}") as report:

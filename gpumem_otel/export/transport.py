@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
@@ -29,12 +28,7 @@ from urllib3 import exceptions
 from gpumem_otel.errors import ConfigError, PushError
 from gpumem_otel.export import sockets
 from gpumem_otel.export.proxies import proxy_for
-from gpumem_otel.settingfiles import (
-    client_context,
-    load_authorities,
-    load_certificate,
-    require_regular,
-)
+from gpumem_otel.settingfiles import client_context, load_authorities, load_certificate
 
 if TYPE_CHECKING:
     import socket
@@ -74,13 +68,19 @@ class Transport:
         config: certificates and an explicit proxy are taken from it.
         environ: the proxy variables (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`), used where the
             configuration names no proxy.
+        pipes: the files of certificates may be pipes, whose ends are waited for.
     """
 
     def __init__(
-        self, config: PyroscopeConfig, *, environ: Mapping[str, str] = MappingProxyType({})
+        self,
+        config: PyroscopeConfig,
+        *,
+        environ: Mapping[str, str] = MappingProxyType({}),
+        pipes: bool = False,
     ) -> None:
         self._config = config
         self._environ = environ
+        self._pipes = pipes
         self._inherited: list[object] = []
         self._reset()
 
@@ -203,8 +203,7 @@ class Transport:
         config = self._config
         files = (config.ca_file, config.client_cert_file, config.client_key_file)
         try:
-            require_regular(*files)
-            stamps = tuple(Path(name).stat().st_mtime if name else 0.0 for name in files)
+            stamps = tuple(map(_stamp, files))
             if stamps != self._stamps:
                 self.close()
             elif time.monotonic() - self._last_used > MAX_IDLE_SECONDS:
@@ -214,8 +213,6 @@ class Transport:
                 self._managers[key] = self._new_manager(proxy, secure)
         except ConfigError as error:
             raise PushError(f"{where}: certificate file {error}", reason="tls") from None
-        except OSError as error:  # one that was there a moment before
-            raise PushError(f"{where}: {sockets.reason_of(error)}", reason="tls") from None
         except (ValueError, exceptions.HTTPError):
             raise PushError(f"{where}: the proxy's URL can not be used", reason="config") from None
         return self._managers[key]
@@ -224,7 +221,13 @@ class Transport:
         config = self._config
         context = self._context(config.ca_file) if secure else None
         if context and config.client_cert_file:
-            load_certificate(context, config.client_cert_file, config.client_key_file)
+            load_certificate(
+                context,
+                config.client_cert_file,
+                config.client_key_file,
+                key_setting="client_key_file",
+                pipes=self._pipes,
+            )
         if proxy:
             parsed = urllib3.util.parse_url(proxy)
             credentials = unquote(parsed.auth) if parsed.auth else None
@@ -234,7 +237,7 @@ class Transport:
                 # no certificate of ours.
                 to_proxy = self._context("")
                 if config.ca_file:
-                    load_authorities(to_proxy, config.ca_file)
+                    load_authorities(to_proxy, config.ca_file, pipes=self._pipes)
             manager: urllib3.PoolManager = urllib3.ProxyManager(
                 parsed._replace(auth=None).url,
                 proxy_headers=urllib3.make_headers(proxy_basic_auth=credentials),
@@ -249,7 +252,7 @@ class Transport:
         return manager
 
     def _context(self, ca_file: str) -> ssl.SSLContext:
-        context = client_context(ca_file)
+        context = client_context(ca_file, pipes=self._pipes)
         context.sslsocket_class = self._tls_socket
         return context
 
@@ -276,6 +279,14 @@ class Transport:
         if timed_out:
             return PushError(f"{where}: no whole answer before the deadline", reason="timeout")
         return PushError(f"{where}: the connection was cut: {why}", reason="cut")
+
+
+def _stamp(path: str) -> float:
+    """Differs once a file does; of none, one that no file has."""
+    try:
+        return os.stat(path).st_mtime if path else 0.0  # noqa: PTH116 - as it was given
+    except (OSError, ValueError):
+        return -1.0
 
 
 def _pool_classes(

@@ -83,8 +83,6 @@ def parse_tokens(data: bytes) -> tuple[tuple[bytes, Principal], ...]:
     Raises:
         ValueError: a line that can not be used, by its number; or there is no token.
     """
-    if len(data) > _MAX_FILE_BYTES:
-        raise ValueError(f"is larger than {_MAX_FILE_BYTES} bytes")
     try:
         text = data.decode("ascii")
     except UnicodeDecodeError:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from gpumem_otel.config import ControlConfig
 from gpumem_otel.errors import ConfigError, ServeError
-from gpumem_otel.settingfiles import load_authorities, load_certificate, require_regular
+from gpumem_otel.settingfiles import load_authorities, load_certificate
 
 if TYPE_CHECKING:
     from gpumem_otel.config import ServeConfig
@@ -34,14 +34,13 @@ def server_context(config: ServeConfig | ControlConfig) -> ssl.SSLContext | None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
-        require_regular(config.tls_cert_file, config.tls_key_file)
-        load_certificate(context, config.tls_cert_file, config.tls_key_file)
+        load_certificate(
+            context, config.tls_cert_file, config.tls_key_file, key_setting=f"{of}tls_key_file"
+        )
     except ConfigError as exc:
-        key = "" if config.tls_key_file else f"; {of}tls_key_file names the key, if it is not in it"
-        raise ServeError(f"TLS certificate and key, {exc}{key}") from exc
+        raise ServeError(f"TLS certificate and key: {exc}") from exc
     if config.tls_client_ca_file:
         try:
-            require_regular(config.tls_client_ca_file)
             load_authorities(context, config.tls_client_ca_file)
         except ConfigError as exc:
             raise ServeError(f"TLS client CA {exc}") from exc

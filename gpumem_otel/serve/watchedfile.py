@@ -27,7 +27,7 @@ class WatchedFile(Generic[_T]):
         what: its name in messages: `token file`.
         stays: what a warning says of the value where the file has vanished or broken.
         parse: makes the value; a ValueError says in one clause what is wrong.
-        most_bytes: read at most so many and one more, by which `parse` sees that it is too large.
+        most_bytes: a larger one can not be used.
 
     Raises:
         ServeError: it can not be read, or not be used, at the start.
@@ -50,7 +50,7 @@ class WatchedFile(Generic[_T]):
     def value(self) -> _T:
         """The value, after a look at whether the file has changed; warns once, never raises."""
         try:
-            if self._stamp() != self._seen:
+            if not self._seen or self._stamp() != self._seen:
                 self._seen, self._value = self._read()
             self._warned = False
         except ConfigError as exc:
@@ -59,18 +59,18 @@ class WatchedFile(Generic[_T]):
                 _log.warning("%s %s: %s", self._what, exc, self._stays)
         return self._value
 
-    def _read(self) -> tuple[tuple[int, int, int], _T]:
+    def _read(self) -> tuple[tuple[int, ...], _T]:
         stamp = self._stamp()
-        data = contents(self._path, self._most_bytes + 1)
+        data = contents(self._path, self._most_bytes)
         try:
             return stamp, self._parse(data)
         except ValueError as exc:
             raise ConfigError(f"{self._path}: {exc}") from exc
 
-    def _stamp(self) -> tuple[int, int, int]:
-        """Differs once the file does; of none, one that no file has."""
+    def _stamp(self) -> tuple[int, ...]:
+        """Differs once the file does; () of none."""
         try:
             status = os.stat(self._path)  # noqa: PTH116 - as it was given
         except (OSError, ValueError):
-            return 0, 0, -1
+            return ()
         return status.st_mtime_ns, status.st_ino, status.st_size

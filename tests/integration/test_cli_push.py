@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import subprocess
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -114,6 +115,22 @@ def test_push_takes_the_variables(capsys, monkeypatch, server):
     monkeypatch.setenv("OTEL_SERVICE_NAME", "from-variable")
     assert main(["push", str(PYTHON)]) == 0
     assert pyroscope_query.total(server.url, "from-variable") == 121_323_520
+
+
+@pytest.mark.usefixtures("no_settings")
+def test_push_takes_a_token_out_of_a_pipe(capsys, monkeypatch, server):
+    """`PYROSCOPE_AUTH_TOKEN_FILE=<(vault read ...)`; once, for all devices."""
+    server.authorization = "Bearer secret-token"
+    with subprocess.Popen(["echo", "secret-token"], stdout=subprocess.PIPE) as writer:
+        name = f"/proc/self/fd/{writer.stdout.fileno()}"
+        monkeypatch.setenv("PYROSCOPE_AUTH_TOKEN_FILE", name)
+        assert main(["push", str(PYTHON), "--url", server.url, "--service", "piped"]) == 0
+    assert pyroscope_query.total(server.url, "piped") == 121_323_520
+    monkeypatch.setenv("PYROSCOPE_AUTH_TOKEN_FILE", "/nowhere")
+    capsys.readouterr()
+    assert main(["push", str(PYTHON), "--url", server.url]) == 1
+    line = "gpumem-otel: error: token file /nowhere: No such file or directory\n"
+    assert only_line(capsys.readouterr().err) == line
 
 
 @pytest.mark.usefixtures("no_settings")

@@ -513,4 +513,9 @@ def test_a_process_that_ends_while_it_is_followed(run_dir, capsys, monkeypatch):
         until(lambda: bool(double.submitted) and double.waiting.is_set())
     follow.join(WAIT)
     assert found == [1]
-    assert "error: unix:///" in capsys.readouterr().err
+    *_, line = capsys.readouterr().err.splitlines()
+    assert re.fullmatch(
+        r"gpumem-otel: error: unix:///\S+: the yield began, and for \d+ s there is no answer any "
+        r"more: the process is stopped, or has ended, if `gpumem-otel ctl state` does not list it",
+        line,
+    )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
+from contextlib import ExitStack
 
 import pytest
 from support import certs
@@ -11,7 +13,7 @@ from support.controlling import READER, controlling
 from support.listening import WAIT
 from support.yield_double import YieldDouble
 
-from gpumem_otel.cli import ctl_hints
+from gpumem_otel.cli import ctl_hints, ctl_jobs
 from gpumem_otel.cli.ctl_client import Client, Credentials, Unreachable, parse_target
 
 JOBS = (
@@ -20,6 +22,10 @@ JOBS = (
 )
 NEEDED = "a bearer token, or a client certificate that has a role, is needed"
 OF_CLIENTS = "it may want a client certificate, --cert-file and --key-file"
+STANDS_STILL = (
+    "its process is stopped (kill -CONT goes on with it), or stands still in a call that lets no "
+    "other thread run"
+)
 PORT = "9564 + local rank unless its GPUMEM_OTEL_CONTROL_PORT is another"
 
 
@@ -176,9 +182,73 @@ def test_a_process_that_answers_nothing(family, tmp_path):
             client.ask("GET", "/v1/state", timeout=0.1)
     lost = "" if family == socket.AF_UNIX else ", or nothing reaches that machine"
     assert caught.value.format_message() == (
-        f"{address}: no answer within 0.1 s: its process is stopped, or stands still in a call "
-        f"that lets no other thread run{lost}"
+        f"{address}: no answer within 0.1 s: {STANDS_STILL}{lost}"
     )
+
+
+def test_a_process_that_lets_nobody_in_any_more(fails, tmp_path):
+    """As one that is stopped while others ask: the kernel keeps as many as its queue takes."""
+    with ExitStack() as waiting:
+        server = waiting.enter_context(socket.socket(socket.AF_UNIX))
+        server.bind(str(tmp_path / "s"))
+        server.listen(1)
+        for _ in range(2):
+            one = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            one.connect(str(tmp_path / "s"))
+        said = fails("state", f"unix://{tmp_path}/s")
+    assert said == f"as many wait there as may: {STANDS_STILL}"
+
+
+def serving(server, *answers):
+    """A thread that answers so many requests, each on a connection of its own, then no more."""
+    asked = []
+
+    def serve():
+        for answer in (*answers, None):
+            connection, _ = server.accept()
+            with connection:
+                asked.append(connection.recv(65536).split(b" ", 2)[:2])
+                if answer is None:
+                    while connection.recv(65536):  # until it is given up
+                        pass
+                else:
+                    body = json.dumps(answer).encode()
+                    head = b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % len(body)
+                    connection.sendall(head + body)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    return thread, asked
+
+
+def test_a_command_that_is_not_answered_is_waited_for_once(fails, monkeypatch, tmp_path):
+    monkeypatch.setattr(ctl_jobs, "_SUBMIT_SECONDS", 0.1)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+        thread, asked = serving(server, {"status": {"state": "running"}, "process": {}})
+        said = fails("yield", f"unix://{tmp_path}/s")
+        thread.join(WAIT)
+    assert said == (
+        f"no answer within 0.1 s: {STANDS_STILL}; `gpumem-otel ctl state` shows whether the yield "
+        "has begun"
+    )
+    assert asked == [[b"GET", b"/v1/state"], [b"POST", b"/v1/yield"]]
+
+
+def test_a_job_that_ends_with_the_question_in_its_ear(fails, tmp_path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "s"))
+        server.listen()
+
+        def serve():
+            server.accept()[0].close()
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        said = fails("state", f"unix://{tmp_path}/s")
+        thread.join(WAIT)
+    assert said == f"closed without an answer, as by a job that ends: {JOBS}"
 
 
 @pytest.mark.timeout(30)

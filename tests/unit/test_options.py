@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from types import MappingProxyType
+
 import pytest
 
 from gpumem_otel.config import Config, Secret
@@ -254,3 +257,30 @@ def test_the_list_of_exporters_decides_about_otlp():
     assert not resolve({**endpoint, "OTEL_METRICS_EXPORTER": "prometheus"}).metrics.otlp
     assert resolve({**endpoint, "OTEL_METRICS_EXPORTER": "prometheus,otlp"}).metrics.otlp
     assert resolve({"OTEL_SDK_DISABLED": "true", "GPUMEM_OTEL_OTLP": "1"}).metrics.otlp
+
+
+PATHS = [option for option in OPTIONS if option.name.endswith(("_file", "_dir", "_path"))]
+
+
+@pytest.mark.parametrize("option", PATHS, ids=lambda option: option.name)
+def test_a_path_stays_where_it_was_when_the_job_goes_elsewhere(option, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    def found(environ=MappingProxyType({}), **given):
+        config = resolve(environ, **given)
+        return getattr(getattr(config, option.section) if option.section else config, option.field)
+
+    assert found(**{option.name: "some/file"}) == f"{tmp_path}/some/file"
+    assert found(**{option.name: "/some/file"}) == "/some/file"
+    for value in ("a\0b", "\ud800"):
+        with pytest.raises(ConfigError, match=r"must be a path, this can not be one$"):
+            resolve({}, **{option.name: value})
+    odd = found({option.environ[0]: os.fsdecode(b"latin-\xe9")})
+    assert os.fsencode(odd) == os.fsencode(tmp_path) + b"/latin-\xe9"
+
+
+def test_a_path_in_a_folder_that_is_gone_stays_as_it_is(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert resolve({}, token_file="token").serve.token_file == "token"

@@ -6,10 +6,15 @@ import os
 import pty
 import socket
 import ssl
-import threading
+import subprocess
+import sys
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
+from cryptography import x509
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from support import certs
 
 from gpumem_otel.config import ControlConfig, PyroscopeConfig, Secret, ServeConfig
@@ -24,7 +29,6 @@ from gpumem_otel.settingfiles import (
     contents,
     load_authorities,
     load_certificate,
-    require_regular,
 )
 
 pytestmark = pytest.mark.timeout(60)  # to open a FIFO takes for ever
@@ -49,55 +53,99 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "token").write_text("0123456789abcdef\n")
     (tmp_path / "folder").mkdir()
     os.mkfifo("fifo")
+    Path("to fifo").symlink_to("fifo")
+    Path("loop").symlink_to("loop")
+    elliptic = ec.generate_private_key(ec.SECP256R1())
+    Path("elliptic.key").write_bytes(elliptic.private_bytes(*form, serialization.NoEncryption()))
+    certificate = x509.load_pem_x509_certificate(Path("a.pem").read_bytes())
+    Path("a.der").write_bytes(certificate.public_bytes(serialization.Encoding.DER))
     with socket.socket(socket.AF_UNIX) as bound:
         bound.bind("socket")
     return tmp_path
 
 
-NOT_REGULAR = ["fifo", "folder", "/dev/null"]
+NOT_REGULAR = ["fifo", "folder", "socket", "/dev/null", "to fifo"]
+
+CALLS = {
+    "contents": lambda path, **how: contents(path, 1 << 20, **how),
+    "client_context": client_context,
+    "load_authorities": lambda path, **how: load_authorities(client_context(""), path, **how),
+    "load_certificate": lambda path, **how: load_certificate(
+        client_context(""), path, "", key_setting="key_file", **how
+    ),
+    "load_certificate's key": lambda path, **how: load_certificate(
+        client_context(""), "a.pem", path, key_setting="key_file", **how
+    ),
+}
+
+
+@pytest.fixture(params=CALLS)
+def call(request):
+    return CALLS[request.param]
+
+
+def said(call, *arguments, **how):
+    with pytest.raises(ConfigError) as caught:
+        call(*arguments, **how)
+    return str(caught.value)
 
 
 def test_what_a_file_holds_up_to_a_size():
-    assert contents("token", 100) == b"0123456789abcdef\n"
-    assert contents("token", 4) == b"0123"
+    assert contents("token", 17) == b"0123456789abcdef\n"
+    assert said(contents, "token", 16) == "token: is larger than 16 bytes"
 
 
 @pytest.mark.parametrize("path", NOT_REGULAR)
-def test_what_is_no_regular_file_is_neither_read_nor_waited_for(path):
-    for call in (require_regular, lambda path: contents(path, 1)):
-        with pytest.raises(ConfigError) as caught:
-            call(path)
-        assert str(caught.value) == f"{path}: is no regular file"
+def test_what_is_no_regular_file_is_neither_read_nor_waited_for(call, path):
+    assert said(call, path) == f"{path}: is no regular file"
 
 
 @pytest.mark.parametrize(
     ("path", "reason"),
-    [("none", "No such file or directory"), ("nul\0", "embedded null")],
+    [
+        ("none", "No such file or directory"),
+        ("nul\0", "embedded null"),
+        ("loop", "Too many levels of symbolic links"),
+    ],
 )
-def test_what_is_not_there(path, reason):
-    for call in (require_regular, lambda path: contents(path, 1)):
-        with pytest.raises(ConfigError) as caught:
-            call(path)
-        assert str(caught.value).startswith(f"{path}: ")
-        assert reason in str(caught.value)
+def test_what_can_not_be_opened(call, path, reason):
+    for pipes in (False, True):
+        line = said(call, path, pipes=pipes)
+        assert line.startswith(f"{path}: ")
+        assert reason in line
 
 
-def test_no_path_is_none():
-    require_regular("", "token", "")
+def test_a_fifo_that_takes_a_files_place_meanwhile_is_not_opened(folder, monkeypatch):
+    """What was looked at is what is read."""
+    looked = os.fstat
 
+    def swapped(descriptor):
+        if Path(f"/proc/self/fd/{descriptor}").readlink() == folder / "a.key":
+            (folder / "a.key").unlink()
+            os.mkfifo("a.key")
+        return looked(descriptor)
 
-def test_of_a_socket_nothing_is_read():
-    with pytest.raises(ConfigError, match=r"^socket: "):
-        contents("socket", 1)
+    monkeypatch.setattr(os, "fstat", swapped)
+    load_certificate(client_context(""), "a.pem", "a.key", key_setting="key_file")
+    assert (folder / "a.key").is_fifo()
 
 
 @pytest.mark.parametrize(
-    ("cert_file", "key_file", "said"),
+    ("cert_file", "key_file", "reason"),
     [
         ("a.pem", "b.key", "a.pem and b.key: the key is another certificate's"),
-        ("a.pem", "", "a.pem: is no PEM file, or not a whole one"),
-        ("half.pem", "a.key", "half.pem and a.key: is no PEM file, or not a whole one"),
-        ("a.pem", "none", "a.pem and none: No such file or directory"),
+        (
+            "a.pem",
+            "elliptic.key",
+            "a.pem and elliptic.key: the key is another certificate's",
+        ),
+        ("a.pem", "", "a.pem: there is no private key in it: key_file names the file that has it"),
+        ("a.pem", "ca.pem", "ca.pem: there is no private key in it"),
+        ("a.key", "a.key", "a.key: there is no certificate in it"),
+        ("half.pem", "a.key", "half.pem and a.key: damaged"),
+        ("a.der", "a.key", "a.der: is no PEM file"),
+        ("a.pem", "empty", "empty: is no PEM file"),
+        ("a.pem", "none", "none: No such file or directory"),
         (
             "a.pem",
             "locked.key",
@@ -105,34 +153,67 @@ def test_of_a_socket_nothing_is_read():
         ),
     ],
 )
-def test_a_certificate_that_can_not_be_shown(cert_file, key_file, said):
-    with pytest.raises(ConfigError) as caught:
-        load_certificate(client_context(""), cert_file, key_file)
-    assert str(caught.value) == said
+def test_a_certificate_that_can_not_be_shown(cert_file, key_file, reason):
+    context = client_context("")
+    assert said(load_certificate, context, cert_file, key_file, key_setting="key_file") == reason
 
 
 @pytest.mark.parametrize(
-    ("ca_file", "said"),
+    ("ca_file", "reason"),
     [
-        ("empty", "empty: there is no certificate in it"),
+        ("empty", "empty: is no PEM file"),
+        ("a.der", "a.der: is no PEM file"),
         ("a.key", "a.key: there is no certificate in it"),
-        ("half.pem", "half.pem: is no PEM file, or not a whole one"),
-        ("none", "none: No such file or directory"),
+        ("half.pem", "half.pem: damaged"),
     ],
 )
-def test_authorities_that_can_not_be_trusted(ca_file, said):
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    for call in (client_context, lambda path: load_authorities(context, path)):
-        with pytest.raises(ConfigError) as caught:
-            call(ca_file)
-        assert str(caught.value) == said
+def test_authorities_that_can_not_be_trusted(ca_file, reason):
+    assert said(client_context, ca_file) == reason
+    assert said(load_authorities, client_context(""), ca_file) == reason
 
 
-def test_what_fits_is_taken():
+def test_what_fits_is_taken(folder):
     context = client_context("ca.pem")
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert context.cert_store_stats()["x509_ca"] == 1
-    load_certificate(context, "a.pem", "a.key")
+    load_certificate(context, "a.pem", "a.key", key_setting="key_file")
+    both = (folder / "a.key").read_bytes() + (folder / "a.pem").read_bytes()
+    (folder / "both.pem").write_bytes(b"# a comment\n" + both)
+    load_certificate(context, "both.pem", "", key_setting="key_file")
+
+
+def test_no_descriptor_is_left():
+    before = list(Path("/proc/self/fd").iterdir())
+    for path in (*NOT_REGULAR, "a.pem", "half.pem", "none", "a.key", "token"):
+        for call in CALLS.values():
+            with suppress(ConfigError):
+                call(path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == len(before)
+
+
+@pytest.fixture
+def piped(folder):
+    """Has a file come out of a pipe; the pipe's name, as `<(cat file)` of a shell."""
+    with ExitStack() as ends:
+
+        def pipe(name):
+            command = ["cat", str(folder / name)]
+            writer = ends.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
+            return f"/proc/self/fd/{writer.stdout.fileno()}"
+
+        yield pipe
+
+
+def test_a_command_of_a_person_may_wait_for_a_pipe(piped):
+    assert contents(piped("token"), 17, pipes=True) == b"0123456789abcdef\n"
+    context = client_context(piped("ca.pem"), pipes=True)
+    assert context.cert_store_stats()["x509_ca"] == 1
+    load_authorities(client_context(""), piped("ca.pem"), pipes=True)
+    certificate = (piped("a.pem"), piped("a.key"))
+    load_certificate(context, *certificate, key_setting="key_file", pipes=True)
+    for call in CALLS.values():
+        assert said(call, piped("token")).endswith(": is no regular file")
+        assert said(call, "folder", pipes=True) == "folder: is no regular file"
 
 
 # whoever reads one within a job
@@ -174,26 +255,26 @@ def test_tls_of_pushes(name, path):
     assert caught.value.reason == "tls"
 
 
+PUSH = """
+from gpumem_otel.config import PyroscopeConfig
+from gpumem_otel.export.transport import Transport
+files = {"client_cert_file": "a.pem", "client_key_file": "locked.key"}
+Transport(PyroscopeConfig(**files)).post("https://127.0.0.1:9", b"", {}, 5.0)
+"""
+
+
 def test_a_key_of_pushes_that_has_a_pass_phrase_asks_no_terminal():
     """OpenSSL asks the controlling terminal, whatever standard input is."""
     pid, terminal = pty.fork()
     if pid == 0:
-        code = 1
-        try:
-            files = {"client_cert_file": "a.pem", "client_key_file": "locked.key"}
-            try:
-                Transport(PyroscopeConfig(**files)).post("https://127.0.0.1:9", b"", {}, 5.0)
-            except PushError as error:
-                code = 0 if str(error).endswith("give one without a pass phrase") else 2
-        finally:
-            os._exit(code)
-    ended = threading.Timer(20.0, os.kill, (pid, 9))  # where it waits for an answer
-    ended.start()
-    try:
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    finally:
-        ended.cancel()
-        os.close(terminal)
+        os.execv(sys.executable, [sys.executable, "-c", PUSH])
+    written = b""
+    with suppress(OSError):  # EIO: all of the other side is closed
+        while b"pass phrase" not in written and (some := os.read(terminal, 4096)):
+            written += some
+    os.close(terminal)  # who waits there for an answer is ended
+    os.waitpid(pid, 0)
+    assert b"the key is encrypted: give one without a pass phrase" in written
 
 
 @pytest.mark.parametrize("path", NOT_REGULAR)

@@ -104,9 +104,10 @@ def test_files(tmp_path):
         (("short", "", "", ""), "token file short: a token has at least 16 characters"),
         (("binary", "", "", ""), "holds something else than ASCII"),
         (("", "/nowhere", "", ""), "^--ca-file /nowhere: No such file or directory$"),
-        (("", "two", "", ""), "^--ca-file two: there is no certificate in it$"),
-        (("", "", "two", ""), "^--cert-file without --key-file: two: is no PEM file, or not a"),
-        (("", "", "two", "two"), "^--cert-file and --key-file: two and two: is no PEM file"),
+        (("", "two", "", ""), "^--ca-file two: is no PEM file$"),
+        (("", "", "two", ""), "^client certificate two: is no PEM file$"),
+        (("nul", "", "", ""), "^token file nul: must hold one token and nothing else$"),
+        (("huge", "", "", ""), "^token file huge: is larger than 16384 bytes$"),
         (("", "", "", "key.pem"), "--key-file goes with --cert-file"),
     ],
 )
@@ -114,6 +115,8 @@ def test_files_that_can_not_be_used(arguments, reason, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two").write_text("read secret-token\n")
     (tmp_path / "binary").write_bytes(b"\xff")
+    (tmp_path / "nul").write_bytes(b"secret-token\0-0123456789")
+    (tmp_path / "huge").write_bytes(b"secret" * 3_000)
     (tmp_path / "short").write_text("secret-of-mine\n")
     with pytest.raises(ConfigError, match=reason) as caught:
         credentials(*arguments)

@@ -58,7 +58,6 @@ def test_a_file_of_tokens():
         (b"read short", "line 1: a token has 16 to 4096 characters"),
         (b"read " + b"x" * 20 + b"\nyield " + b"x" * 20, "line 2: this token stands on an "),
         (b"read \xff" + b"x" * 20, "holds something else than ASCII"),
-        (b"#" * 70_000, "is larger than 65536 bytes"),
         (b"\n".join(b"read token-%016d" % i for i in range(65)), "holds more than 64 tokens"),
     ],
 )
@@ -70,6 +69,14 @@ def test_a_file_that_can_not_be_used(data, reason, tmp_path):
     (tmp_path / "tokens").write_bytes(data)
     with pytest.raises(ServeError, match=r"^control token file .*tokens: "):
         gate(tmp_path / "tokens")
+
+
+def test_a_file_that_is_too_large(tmp_path):
+    (tmp_path / "tokens").write_bytes(b"#" * 65_537)
+    with pytest.raises(ServeError, match=r"tokens: is larger than 65536 bytes$"):
+        gate(tmp_path / "tokens")
+    (tmp_path / "tokens").write_bytes(b"read " + b"x" * 20 + b"\n" + b"#" * 65_510)
+    gate(tmp_path / "tokens")
 
 
 def test_who_a_token_belongs_to(tmp_path):

@@ -80,7 +80,7 @@ def test_token_and_file_both_open(tmp_path):
         (None, "No such file or directory"),
         (b"\n", "is empty"),
         (b"two tokens", "does not hold one token"),
-        (b"x" * 20_000, "does not hold one token"),
+        (b"x" * 20_000, "is larger than 16384 bytes"),
     ],
 )
 def test_a_bad_token_file_is_said_at_once(tmp_path, content, reason):
