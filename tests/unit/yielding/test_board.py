@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from support.fake_clock import FakeClock
 
 from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.yields import Operation, OperationState
+from gpumem_otel.core.yields import Operation, OperationState, Phase, YieldState
 from gpumem_otel.yielding.board import Board
 
 
@@ -29,3 +30,42 @@ def test_progress_of_no_operation_is_nobodys():
     before = board.status
     board.progress(1, 2)
     assert board.status is before
+
+
+@pytest.fixture
+def told():
+    """A board with a running operation, and what its listeners hear of phases."""
+    board = Board(FakeClock(), Counters())
+    heard = []
+    board.on_phase.append(lambda *what: heard.append(what))
+    board.put(Operation(id="op-1", kind="yield", state=OperationState.RUNNING, total_bytes=7))
+    return board, heard
+
+
+def test_a_phase_is_shown_while_it_runs_and_told_when_its_operation_has_ended(told):
+    board, heard = told
+    operation = board.status.operation
+    with board.phase(Phase.RELEASE):
+        now = board.status.operation
+        assert (now.phase, now.done_bytes, now.total_bytes) == (Phase.RELEASE, 0, 0)
+    assert heard == []
+    ended = board.end(
+        operation, OperationState.DONE, YieldState.YIELDED, error="", report=None
+    )  # fmt: skip
+    board.tell(ended)
+    ((whose, phase, began, over, failure),) = heard
+    assert (whose.id, phase, over - began, failure) == ("op-1", Phase.RELEASE, 0, "")
+
+
+def test_a_phase_of_a_coordinator_is_told_at_once(told):
+    """Whose operation is none of the board's, or has ended."""
+    board, heard = told
+    operation = board.status.operation
+    board.end(operation, OperationState.DONE, YieldState.YIELDED, error="", report=None)
+    with pytest.raises(ValueError), board.phase(Phase.RELOAD):
+        raise ValueError
+    assert [(phase, failure) for _, phase, _, _, failure in heard] == [(Phase.RELOAD, "ValueError")]
+    with pytest.raises(ValueError), board.phase(Phase.VERIFY):
+        raise ValueError("differs")
+    assert [failure for *_, failure in heard] == ["ValueError", "differs"]
+    assert board.status.operation.phase is None
