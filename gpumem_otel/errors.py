@@ -70,7 +70,15 @@ class CaptureError(GpumemError):
 
 
 class BusyError(CaptureError):
-    """What is needed for it is in use just now, by the job or another reader: it waits."""
+    """What is needed for it is in use just now, by the job or another reader: it waits.
+
+    Attributes:
+        retry_after_seconds: when it may be free, where that is known.
+    """
+
+    def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_seconds = retry_after_seconds
 
 
 class EncodeError(GpumemError):

@@ -2,7 +2,7 @@
 
 A window is recorded for a few whole steps of the job, or for a time where nobody counts steps, and
 never for more events than the allocator's ring is given. Where both kinds are wanted they come out
-of one window.
+of one window. The allocator records one at a time: whoever asks meanwhile waits, see `turns`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, cast
 
 from gpumem_otel.capture.costs import devices_of, with_comments
+from gpumem_otel.capture.turns import PULL_WAIT_SECONDS, Turns
 from gpumem_otel.core.eventlabels import region_labels, with_phases
 from gpumem_otel.core.heap import allocated_profile, apply_budget
 from gpumem_otel.core.model import ProfileKind, StepStats
@@ -130,6 +131,7 @@ class WindowReader:
     Attributes:
         tap: called with each recorded window and its seconds, outside of any lock.
         steps: asks for the steps so far, of who counts them.
+        turns: who may open a window.
     """
 
     def __init__(
@@ -145,6 +147,7 @@ class WindowReader:
     ) -> None:
         self.tap: list[Callable[[Reading, float], object]] = []
         self.steps: Callable[[], StepStats] = StepStats
+        self.turns = Turns(clock)
         self._source = source
         self._namer = namer
         self._clock = clock
@@ -160,7 +163,7 @@ class WindowReader:
 
     def allocated(self, seconds: float, stop: threading.Event) -> tuple[HeapProfile, ...]:
         """See `ProfileReader`: what is allocated in the next so many seconds, and only that."""
-        window = self._record(seconds, stop)
+        window = self._pull(seconds, stop)
         with self._lock:
             return self._make(window, {ProfileKind.ALLOCATED})[ProfileKind.ALLOCATED]
 
@@ -168,11 +171,17 @@ class WindowReader:
         """What is alive at the highest moment of the next so many seconds.
 
         Raises:
+            BusyError: windows of others are open for longer than this waits.
             CaptureError: events can not be recorded here.
         """
-        window = self._record(seconds, stop, frees=True)
+        window = self._pull(seconds, stop, frees=True)
         with self._lock:
             return self._make(window, {ProfileKind.PEAK})[ProfileKind.PEAK]
+
+    def _pull(self, seconds: float, stop: threading.Event, *, frees: bool = False) -> _Window:
+        with self.turns.turn(seconds, stop, wait_seconds=PULL_WAIT_SECONDS):
+            window = self._record(seconds, stop, frees=frees)
+        return self._tapped(window)
 
     # pushed
 
@@ -188,24 +197,31 @@ class WindowReader:
 
         Args:
             kinds: of `allocated` and `peak`.
-            limit_seconds: the longest a window may take; without steps it takes
-                `allocated_window_seconds`.
+            limit_seconds: the longest a window may take, the wait for another one included;
+                without steps it takes `allocated_window_seconds`.
             stop: ends it early.
 
         Raises:
-            BusyError: the job records memory history itself, or the source has no such events.
+            BusyError: the job records memory history itself, or the source has no such events, or
+                a window that somebody asked for takes too long.
             CaptureError: events could not be recorded.
         """
-        steps = WholeSteps(self.steps, self._clock.time_ns(), limit_seconds)
-        seconds = min(self._config.allocated_window_seconds, limit_seconds)
-        if steps.ticking:
-            seconds = limit_seconds
-        window = self._record(
-            seconds,
-            stop,
-            frees=ProfileKind.PEAK in kinds,
-            steps=steps if steps.ticking else None,
+        end = self._clock.monotonic() + limit_seconds
+        # what is left is enough for the window itself
+        spare_seconds = limit_seconds - min(
+            self._config.allocated_window_seconds, limit_seconds / 2
         )
+        with self.turns.turn(limit_seconds, stop, wait_seconds=spare_seconds, own=True):
+            left_seconds = max(end - self._clock.monotonic(), 0.0)
+            steps = WholeSteps(self.steps, self._clock.time_ns(), left_seconds)
+            seconds = min(self._config.allocated_window_seconds, left_seconds)
+            window = self._record(
+                left_seconds if steps.ticking else seconds,
+                stop,
+                frees=ProfileKind.PEAK in kinds,
+                steps=steps if steps.ticking else None,
+            )
+        self._tapped(window)
         with self._lock:
             return self._make(window, kinds, pushed=True)
 
@@ -226,10 +242,12 @@ class WindowReader:
         reading = cast("WindowSource", self._source).window(
             seconds, stop, frees=frees, enough=None if steps is None else steps.enough
         )
-        took = self._clock.monotonic() - started
+        return _Window(reading, started_ns, self._clock.monotonic() - started, steps)
+
+    def _tapped(self, window: _Window) -> _Window:
         for call in self.tap:
-            call(reading, took)
-        return _Window(reading, started_ns, took, steps)
+            call(window.reading, window.seconds)
+        return window
 
     def _make(
         self, window: _Window, kinds: Collection[ProfileKind], *, pushed: bool = False

@@ -198,7 +198,10 @@ class ProfileReader(Protocol):
     def allocated(self, seconds: float, stop: threading.Event) -> tuple[HeapProfile, ...]:
         """What is allocated during the next so many seconds, one profile per device.
 
+        Where another window is open this waits until it has ended, for a bounded time.
+
         Raises:
+            BusyError: it is open for longer, or `stop` came first.
             CaptureError: events can not be recorded here.
         """
         ...

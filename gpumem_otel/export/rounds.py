@@ -2,8 +2,9 @@
 
 A round begins with a read-out at a wall-clock multiple of the interval, the same moment on all
 ranks, since each collective waits for the slowest rank. The profiles are encoded at once and sent
-at the rank's own phase. Per kind and device at most one profile waits: the newest wins. Where
-events are wanted, a window is recorded between two read-outs, at a moment that all ranks share.
+at the rank's own phase. Per kind and device at most one profile waits: the newest wins, and has the
+place in line of the one before it, so that a slow server gets some of each kind. Where events are
+wanted, a window is recorded between two read-outs, at a moment that all ranks share.
 
 The interval is the smallest multiple of the configured one that holds the stall ratio and the
 job's byte budget. The first read-out comes early, at the next multiple of at most 15 s, so that
@@ -90,12 +91,17 @@ class Parts:
 
 @dataclass(slots=True)
 class _Waiting:
-    """An encoded profile that was not stored yet."""
+    """An encoded profile that was not stored yet.
+
+    Attributes:
+        since_ns: when the first one was read of those that it supersedes.
+    """
 
     kind: ProfileKind
     device: int
     data: bytes
     read_ns: int
+    since_ns: int
     attempts: int = 0
 
 
@@ -307,7 +313,8 @@ class Rounds:
             self._made(None, key, "encode")
             return False
         self._notices.recovered("encode")
-        self._made(_Waiting(*key, data, parts.clock.time_ns()), key, "superseded")
+        now = parts.clock.time_ns()
+        self._made(_Waiting(*key, data, now, now), key, "superseded")
         self._round_bytes += len(data)
         return True
 
@@ -317,8 +324,11 @@ class Rounds:
             self._being_made -= 1
             if self._over:
                 return
-            lost = waiting is None or key in self._waiting
+            before = self._waiting.get(key)
+            lost = waiting is None or before is not None
             if waiting is not None:
+                if before is not None:
+                    waiting.since_ns = before.since_ns
                 self._waiting[key] = waiting
         if lost:
             self._parts.counters.add("exporter_dropped", reason=reason)
@@ -369,7 +379,7 @@ class Rounds:
         clock = self._parts.clock
         stored = True
         order = sorted(
-            self._waiting.values(), key=lambda w: (w.attempts, w.read_ns, w.kind.value, w.device)
+            self._waiting.values(), key=lambda w: (w.attempts, w.since_ns, w.kind.value, w.device)
         )
         for waiting in order:
             if self._over:

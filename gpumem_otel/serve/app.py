@@ -17,6 +17,7 @@ import asyncio
 import gzip
 import html
 import json
+import math
 import re
 import threading
 from functools import partial
@@ -27,7 +28,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.routing import Route
 
-from gpumem_otel.errors import ConfigError, GpumemError
+from gpumem_otel.errors import BusyError, ConfigError, GpumemError
 from gpumem_otel.serve.query import profile_query
 from gpumem_otel.serve.workers import Workers
 
@@ -38,10 +39,16 @@ if TYPE_CHECKING:
     from gpumem_otel.serve.deps import AppDeps
     from gpumem_otel.serve.query import ProfileQuery
 
-__all__ = ["MAX_PROFILES", "accepts_gzip", "build_app"]
+__all__ = ["MAX_PROFILES", "MAX_WINDOWS", "accepts_gzip", "build_app"]
 
 MAX_PROFILES: Final = 2
-"""Profiles made at once: each holds the interpreter lock for a while."""
+"""Profiles of a moment made at once: each holds the interpreter lock for a while."""
+
+MAX_WINDOWS: Final = 4
+"""Profiles of windows at once: one records, the others wait. Beside them there is room for as many
+scrapes as ever come, see `guard.MAX_REQUESTS`."""
+
+_RETRY_SECONDS: Final = 5
 
 _GZIP_FROM_BYTES: Final = 512
 
@@ -91,7 +98,7 @@ class _Api:
     def __init__(self, deps: AppDeps, workers: Workers) -> None:
         self._deps = deps
         self._workers = workers
-        self._profiles = 0
+        self._running = {False: 0, True: 0}  # profiles of a moment, and of a window
 
     async def index(self, _request: Request) -> Response:
         """Links to the rest."""
@@ -145,20 +152,21 @@ class _Api:
             return _line(400, str(exc))
         if request.method == "HEAD":
             return self._pprof(b"", query)  # nobody reads a profile made for this
-        if self._profiles >= MAX_PROFILES:
-            return _line(503, "other profiles are being made", retry_after=5)
+        if self._running[query.of_a_window] >= (MAX_WINDOWS if query.of_a_window else MAX_PROFILES):
+            return _line(503, "other profiles are being made", retry_after=_RETRY_SECONDS)
         stop = threading.Event()
         call = partial(self._deps.profile, query.kind, query.device, query.seconds, stop)
         making = self._workers.start(call, stop)
-        self._profiles += 1
-        making.add_done_callback(self._profile_done)
+        self._running[query.of_a_window] += 1
+        making.add_done_callback(partial(self._profile_done, query.of_a_window))
         gone = asyncio.ensure_future(_gone(request))
         first: set[asyncio.Future[Any]] = {making, gone}
         try:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
-            # Ends the window of a client that went away; its place is free when the call ends.
+            # Ends the window of a client that went away, or its wait for one; its place is free
+            # when the call ends.
             stop.set()
         if not making.done():
             return _line(503, "the client went away")
@@ -168,11 +176,11 @@ class _Api:
         if isinstance(error, (ValueError, ConfigError)):
             return _line(400, str(error))
         if isinstance(error, GpumemError):
-            return _line(503, str(error), retry_after=5)
+            return _line(503, str(error), retry_after=_retry_seconds(error))
         raise error
 
-    def _profile_done(self, making: asyncio.Future[bytes]) -> None:
-        self._profiles -= 1
+    def _profile_done(self, of_a_window: bool, making: asyncio.Future[bytes]) -> None:
+        self._running[of_a_window] -= 1
         if not making.cancelled():
             making.exception()  # looked at, so that asyncio does not complain about it
 
@@ -189,6 +197,11 @@ class _Api:
         if not body:
             del response.headers["content-length"]  # HEAD must not promise an empty profile
         return response
+
+
+def _retry_seconds(error: GpumemError) -> int:
+    known = error.retry_after_seconds if isinstance(error, BusyError) else None
+    return _RETRY_SECONDS if known is None else math.ceil(known)
 
 
 async def _gone(request: Request) -> None:

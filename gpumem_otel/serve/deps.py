@@ -40,7 +40,8 @@ class AppDeps:
     Attributes:
         metrics: value of the Accept header -> content type and body of the exposition.
         profile: must return early once `stop` is set (the client went away, or the listener
-            stops). May raise CaptureError (answered 503), ValueError or ConfigError (400).
+            stops), and may wait for its window until then. May raise CaptureError (answered 503),
+            ValueError or ConfigError (400).
         health: state of the exporter.
         service_name: shown on the page with links and in file names.
         lines: Prometheus text of profiled lines, "" where there are none.

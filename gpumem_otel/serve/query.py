@@ -35,6 +35,11 @@ class ProfileQuery:
     device: int | None
     seconds: float | None
 
+    @property
+    def of_a_window(self) -> bool:
+        """Whether events are recorded for it, which takes as long as they are."""
+        return self.kind not in _OF_A_MOMENT
+
 
 def profile_query(items: Iterable[tuple[str, str]]) -> ProfileQuery:
     """Read `kind`, `device` and `seconds`; other names are left alone, as Go's handlers do.

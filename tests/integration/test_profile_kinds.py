@@ -18,6 +18,12 @@ from gpumem_otel.options import resolve
 
 FRAME = {"name": "forward", "filename": "/job/model.py", "line": 5}
 KINDS = ("live", "peak", "allocated", "growth", "pinned")
+WAIT = 60
+"""Bound of every wait: reached only where a test fails."""
+PUSHES = 600
+"""So many of one kind after the other are not pushed on the busiest machine."""
+EVENTS = {"max_window_events": 1000}
+"""A window ends when the job has made so many, not after a time."""
 
 
 def kind_of(kind: str) -> str:
@@ -73,7 +79,7 @@ def start(torch, tmp_path):
 
 
 def get(agent, query):
-    connection = http.client.HTTPConnection("127.0.0.1", agent.address[1], timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", agent.address[1], timeout=WAIT)
     try:
         connection.request("GET", f"/debug/pprof/gpumem?{query}")
         answer = connection.getresponse()
@@ -82,7 +88,13 @@ def get(agent, query):
         connection.close()
 
 
+def peaks(server):
+    """Bytes of each peak that is stored."""
+    return [row.total for row in list(server.store.rows) if row.profile_type == kind_of("peak")]
+
+
 def test_all_kinds_reach_a_server(torch, job, start):
+    """Whatever the machine does meanwhile: pushes are waited for, and a leak that goes on."""
     torch.host_segments.append(
         {"address": 1, "size": 4096, "allocated": True, "active": True, "frames": [FRAME]}
     )
@@ -91,21 +103,18 @@ def test_all_kinds_reach_a_server(torch, job, start):
         job.start()
         wanted = {"inuse", "peak", "alloc", "pinned"}
         seen = set()
-        for _ in range(60):
-            assert server.pushed.acquire(timeout=20)
-            seen = {kind for kind in wanted if total(server.url, "job", kind_of(kind))}
-            if seen == wanted:
+        for _ in range(PUSHES):
+            assert server.pushed.acquire(timeout=WAIT)
+            seen |= {kind for kind in wanted if total(server.url, "job", kind_of(kind))}
+            # a window in which the job's thread did not get the processor holds the weights alone
+            if seen == wanted and 4000 in peaks(server):
                 break
         assert seen == wanted
-        for snapshots in range(1, 1000):  # each peak profile holds weights and one batch
-            if total(server.url, "job", kind_of("peak")) == 4000 * snapshots:
-                break
-        else:
-            pytest.fail("the peak is not that of weights and one batch")
-        for number in range(600):  # a busy machine has many pushes of before still to tell of
-            if number % 100 == 0:  # and may drop the one push that would have told of it
-                torch.allocators[0].alloc(50_000, (FRAME,))  # a leak: growth shows it
-            assert server.pushed.acquire(timeout=20)
+        assert set(peaks(server)) <= {1000, 4000}  # weights, or weights and one batch
+        assert 4000 in peaks(server)
+        for _ in range(PUSHES):
+            torch.allocators[0].alloc(50_000, (FRAME,))  # a leak: each growth from now on shows it
+            assert server.pushed.acquire(timeout=WAIT)
             if total(server.url, "job", kind_of("growth")) >= 49_664:
                 break
         else:
@@ -113,17 +122,19 @@ def test_all_kinds_reach_a_server(torch, job, start):
 
 
 def test_all_kinds_can_be_pulled(torch, job, start):
-    agent = start(serve=True, port=0, profiles=("live", "growth"))
-    assert agent.wait_listening(10)
+    agent = start(serve=True, port=0, profiles=("live", "growth"), **EVENTS)
+    assert agent.wait_listening(WAIT)
     job.start()
-    status, body = get(agent, "kind=peak&seconds=0.2")
+    status, body = get(agent, "kind=peak&seconds=300")
     assert status == 200
     peak = decode(body)
     assert peak.total("peak_space") == 4000
     assert any(c.startswith("highest moment of the window: 4000") for c in peak.comments)
-    status, body = get(agent, "seconds=0.2")
+    status, body = get(agent, "seconds=300")
     assert status == 200
-    assert decode(body).total("alloc_space") % 3000 == 0
+    allocated = decode(body)
+    assert allocated.total("alloc_objects") >= 800
+    assert allocated.total("alloc_space") == 3000 * allocated.total("alloc_objects")
     status, body = get(agent, "kind=pinned")
     assert (status, b"does not tell of pinned" in body) == (503, True)
     torch._C._cuda_hostMemoryStats = lambda: {"allocated_bytes": {"all": {"current": 77}}}
@@ -133,15 +144,15 @@ def test_all_kinds_can_be_pulled(torch, job, start):
         status, body = get(agent, "kind=growth")
         if status == 200:
             break
-        agent.flush(5)
+        agent.flush(WAIT)
     assert status == 200
     assert get(agent, "kind=pinned&seconds=2")[0] == 400
 
 
 def test_regions_label_what_is_pulled(torch, start, monkeypatch):
-    agent = start(serve=True, port=0)
+    agent = start(serve=True, port=0, **EVENTS)
     monkeypatch.setattr(lifecycle._STATE, "agent", agent)
-    assert agent.wait_listening(10)
+    assert agent.wait_listening(WAIT)
     over = threading.Event()
 
     def work():
@@ -153,7 +164,7 @@ def test_regions_label_what_is_pulled(torch, start, monkeypatch):
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        _, body = get(agent, "seconds=0.3")
+        _, body = get(agent, "seconds=300")
     finally:
         over.set()
         thread.join()

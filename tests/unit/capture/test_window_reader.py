@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -357,6 +358,76 @@ def test_a_source_without_windows_is_waited_for(newest):
     bench.reader.windows._source = object()
     with pytest.raises(BusyError, match="records no events"):
         bench.pushed(PEAK)
+
+
+@contextmanager
+def somebody_records(bench, seconds, *, until):
+    """A request for so many seconds, which ends then."""
+    with ExitStack() as stack:
+        turn = bench.reader.windows.turns.turn(seconds, threading.Event(), wait_seconds=0)
+        stack.enter_context(turn)
+
+        def look():
+            if bench.clock.seconds >= until:
+                stack.close()
+
+        bench.clock.on_wait.append(look)
+        yield
+        bench.clock.on_wait.remove(look)
+
+
+def test_a_window_of_ours_waits_for_that_of_a_request(newest):
+    """GIVEN 5 s of a request WHEN ours is due THEN it follows, of what is left of its time."""
+    bench = newest(allocated_window_seconds=2.0)
+    bench.allocator.alloc(10)
+    with somebody_records(bench, 5, until=5):
+        (profile,) = bench.pushed(ALLOCATED, limit=8.0)
+    assert any("a window of 2.000 s" in comment for comment in profile.comments)
+    assert bench.clock.seconds == pytest.approx(7, abs=0.11)
+
+
+def test_whole_steps_are_counted_in_what_is_left_after_a_wait(newest):
+    """GIVEN steps of 3 s, one of them while ours waits THEN it has its own, in its whole limit."""
+    bench = newest()
+    bench.allocator.alloc(10)
+
+    def work():
+        if bench.clock.seconds >= 3 * bench.steps.steps:
+            bench.step()
+
+    bench.step()
+    bench.clock.on_wait.append(work)
+    with somebody_records(bench, 5, until=5):
+        (profile,) = bench.pushed(PEAK, limit=60.0)
+    assert any("2 whole steps" in comment for comment in profile.comments)
+    assert bench.clock.seconds == pytest.approx(12, abs=0.15)
+
+
+@pytest.mark.parametrize(("window_seconds", "waits_seconds"), [(2.0, 6.0), (60.0, 4.0)])
+def test_a_window_of_ours_waits_while_enough_is_left_for_it(newest, window_seconds, waits_seconds):
+    bench = newest(allocated_window_seconds=window_seconds)
+    with (
+        somebody_records(bench, 300, until=300),
+        pytest.raises(BusyError, match=r"another one is open; try again when it is over"),
+    ):
+        bench.pushed(ALLOCATED, limit=8.0)
+    assert bench.clock.seconds == pytest.approx(waits_seconds, abs=0.11)
+
+
+def test_requests_wait_for_each_other_and_each_has_its_whole_time(bench):
+    bench.allocator.alloc(10)
+    with somebody_records(bench, 5, until=5):
+        (profile,) = bench.reader.windows.allocated(3.0, threading.Event())
+    assert any("a window of 3.000 s" in comment for comment in profile.comments)
+    assert profile.duration_ns == 3_000_000_000
+    assert bench.clock.seconds == pytest.approx(8, abs=0.11)
+    with somebody_records(bench, 5, until=bench.clock.seconds + 5):
+        bench.peak()
+    with (
+        somebody_records(bench, 300, until=1000),
+        pytest.raises(BusyError, match="others come first, for 300 s at most"),
+    ):
+        bench.peak()
 
 
 def test_regions_are_labels(newest):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
@@ -112,6 +113,18 @@ def test_a_push_ends_before_the_next_read_out():
     assert bench.rounds.waiting == 3
     assert bench.dropped["timeout"] >= 5
     assert bench.dropped["superseded"] >= 10
+
+
+@pytest.mark.parametrize("push_seconds", [2.0, 4.0, 7.0])
+def test_a_slow_server_gets_some_of_each_kind(push_seconds):
+    """GIVEN more to send than an interval has room for THEN no kind is superseded for ever."""
+    kinds = ("live", "growth", "pinned")
+    config = ProfileConfig(kinds=kinds, interval_seconds=10)
+    bench = Bench(devices=(0, 1, 2), seconds=push_seconds, config=config)
+    bench.run(until=600)
+    stored = Counter(data.decode().partition(":")[0] for data in bench.sink.stored)
+    assert set(stored) == {f"{kind} {device}" for kind in kinds for device in (0, 1, 2)}
+    assert min(stored.values()) >= max(stored.values()) // 2
 
 
 def test_short_intervals_are_pushed_too():

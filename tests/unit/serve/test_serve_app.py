@@ -12,9 +12,10 @@ from support.asgi import call, get, scope
 from support.listening import EXPOSITION, PPROF, WAIT, some_deps
 
 from gpumem_otel.core.model import ProfileKind
-from gpumem_otel.errors import CaptureError, ConfigError, EncodeError
+from gpumem_otel.errors import BusyError, CaptureError, ConfigError, EncodeError
 from gpumem_otel.serve.app import accepts_gzip, build_app
 from gpumem_otel.serve.deps import Health
+from gpumem_otel.serve.guard import MAX_REQUESTS
 
 PATH = "/debug/pprof/gpumem"
 
@@ -165,6 +166,44 @@ def test_two_profiles_at_once_and_no_third():
     assert refused.headers["retry-after"] == "5"
     assert [answer.status for answer in done] == [200, 200]
     assert later.status == 200
+
+
+def test_windows_leave_room_for_profiles_of_a_moment():
+    entered = threading.Semaphore(0)
+    release = threading.Event()
+
+    def profile(_kind, _device, seconds, _stop):
+        if seconds is not None:
+            entered.release()
+            assert release.wait(WAIT)
+        return PPROF
+
+    async def scenario():
+        app = build_app(some_deps(profile=profile))
+        window = scope(PATH + "?seconds=10")
+        running = [asyncio.ensure_future(call(app, window)) for _ in range(4)]
+        for _ in range(4):
+            await asyncio.to_thread(entered.acquire, timeout=WAIT)
+        refused = await call(app, window)
+        live = await call(app, scope(PATH))
+        release.set()
+        done = await asyncio.gather(*running)
+        return refused, live, done, await call(app, window)
+
+    refused, live, done, later = asyncio.run(scenario())
+    assert (refused.status, refused.line) == (503, "other profiles are being made")
+    assert refused.headers["retry-after"] == "5"
+    assert [answer.status for answer in (live, *done, later)] == [200] * 6
+    assert MAX_REQUESTS > 4 + 2  # the others are for scrapes
+
+
+@pytest.mark.parametrize(("seconds", "header"), [(None, "5"), (17, "17"), (0.2, "1")])
+def test_who_is_busy_says_when_to_come_again(seconds, header):
+    def profile(*_):
+        raise BusyError("window: others come first", retry_after_seconds=seconds)
+
+    answer = get(build_app(some_deps(profile=profile)), PATH + "?seconds=1")
+    assert (answer.status, answer.headers["retry-after"]) == (503, header)
 
 
 def test_a_client_that_goes_away_ends_its_window():
