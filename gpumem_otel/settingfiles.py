@@ -3,7 +3,7 @@
 To open a FIFO waits until somebody writes to it, and OpenSSL asks the terminal for the pass phrase
 of a key. Who would wait is the job, in `install()`, or a thread of ours for the rest of its life.
 So what is opened is looked at, and OpenSSL gets the descriptor's name: nothing that takes the
-file's place meanwhile is opened. Commands of a person may wait, as for `<(a process)` of a shell.
+file's place meanwhile is opened. Commands of a person may wait: `read_once`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,19 @@ from __future__ import annotations
 import os
 import ssl
 import stat
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO, Final
 
 from gpumem_otel.errors import ConfigError
 
-__all__ = ["client_context", "contents", "load_authorities", "load_certificate"]
+__all__ = ["client_context", "contents", "load_authorities", "load_certificate", "read_once"]
 
-_MOST_LOOKED_AT_BYTES: Final = 4 << 20
+_MOST_BYTES: Final = 4 << 20
+"""Of certificates; those of all authorities of a system are a quarter of a MiB."""
+
+_IN_MEMORY: Final = "/dev/shm"  # noqa: S108 - what lies there has no name
 
 _BEGIN: Final = b"-----BEGIN "
 _CERTIFICATE: Final = b"CERTIFICATE-----"
@@ -34,18 +38,17 @@ _REASONS: Final = {
 """By OpenSSL's names, x509err.h and sslerr.h; that of a broken PEM file does not come through."""
 
 
-def contents(path: str, most_bytes: int, *, pipes: bool = False) -> bytes:
+def contents(path: str, most_bytes: int) -> bytes:
     """What a file holds.
 
     Args:
         path: of the file.
         most_bytes: more is refused.
-        pipes: it may be one; its end is waited for.
 
     Raises:
         ConfigError: it can not be read, is too large, or no regular file.
     """
-    with _open(path, pipes=pipes) as file:
+    with _open(path) as file:
         try:
             data = file.read(most_bytes + 1)
         except OSError as error:
@@ -55,32 +58,31 @@ def contents(path: str, most_bytes: int, *, pipes: bool = False) -> bytes:
     return data
 
 
-def client_context(ca_file: str, *, pipes: bool = False) -> ssl.SSLContext:
+def client_context(ca_file: str) -> ssl.SSLContext:
     """Of a client, as Python makes it.
 
     Args:
         ca_file: PEM, whom it trusts; "" for those that the system does.
-        pipes: see `contents`.
 
     Raises:
         ConfigError: the file can not be used.
     """
     if not ca_file:
         return ssl.create_default_context()
-    with _open(ca_file, pipes=pipes) as file:
+    with _open(ca_file) as file:
         try:
             return ssl.create_default_context(cafile=_name_of(file.fileno()))
         except (OSError, ValueError) as error:
             raise _no_authorities(error, ca_file, file) from error
 
 
-def load_authorities(context: ssl.SSLContext, ca_file: str, *, pipes: bool = False) -> None:
+def load_authorities(context: ssl.SSLContext, ca_file: str) -> None:
     """Have a context trust whom the certificates of a PEM file have signed.
 
     Raises:
         ConfigError: it can not.
     """
-    with _open(ca_file, pipes=pipes) as file:
+    with _open(ca_file) as file:
         try:
             context.load_verify_locations(_name_of(file.fileno()))
         except (OSError, ValueError) as error:
@@ -93,7 +95,6 @@ def load_certificate(
     key_file: str,
     *,
     key_setting: str,
-    pipes: bool = False,
 ) -> None:
     """Have a context show this certificate.
 
@@ -102,14 +103,13 @@ def load_certificate(
         cert_file: PEM, the certificate and those between it and the root.
         key_file: PEM, its key without a pass phrase; "" where it is in `cert_file`.
         key_setting: what names the key's file, for messages.
-        pipes: see `contents`.
 
     Raises:
         ConfigError: it can not.
     """
     with ExitStack() as opened:
-        cert = opened.enter_context(_open(cert_file, pipes=pipes))
-        key = opened.enter_context(_open(key_file, pipes=pipes)) if key_file else cert
+        cert = opened.enter_context(_open(cert_file))
+        key = opened.enter_context(_open(key_file)) if key_file else cert
         try:
             context.load_cert_chain(
                 _name_of(cert.fileno()), _name_of(key.fileno()), password=_no_prompt
@@ -126,8 +126,40 @@ def load_certificate(
             raise ConfigError(f"{files}: {_reason(error)}") from error
 
 
-def _open(path: str, *, pipes: bool) -> BinaryIO:
-    """What stands there; whoever may not wait opens nothing but a regular file.
+def read_once(path: str, kept: ExitStack) -> str:
+    """A name under which the functions here can read what is in a pipe, as often as they like.
+
+    For commands of a person, as with `<(...)` of a shell: waits for the pipe's end.
+
+    Args:
+        path: of a file, a pipe or a device.
+        kept: whose end is the end of what is kept.
+
+    Returns:
+        Of a regular file, and of what can not be opened, the path; else that of a copy, which lies
+        in memory and has no name anywhere else.
+
+    Raises:
+        ConfigError: there is too much.
+    """
+    try:
+        if not path or stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - as it was given
+            return path
+        with Path(path).open("rb") as pipe:
+            data = pipe.read(_MOST_BYTES + 1)
+    except (OSError, ValueError):  # said by who reads it
+        return path
+    if len(data) > _MOST_BYTES:
+        raise ConfigError(f"{path}: is larger than {_MOST_BYTES} bytes")
+    folder = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
+    copy = kept.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - it is kept
+    copy.write(data)
+    copy.flush()
+    return _name_of(copy.fileno())
+
+
+def _open(path: str) -> BinaryIO:
+    """A regular file; nothing else is opened.
 
     Raises:
         ConfigError: it can not be opened, or is no regular file.
@@ -136,7 +168,7 @@ def _open(path: str, *, pipes: bool) -> BinaryIO:
         looked_at = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opens nothing yet, open(2)
         try:
             mode = os.fstat(looked_at).st_mode
-            if stat.S_ISDIR(mode) or not (pipes or stat.S_ISREG(mode)):
+            if not stat.S_ISREG(mode):
                 raise ConfigError(f"{path}: is no regular file")
             return Path(_name_of(looked_at)).open("rb")
         finally:
@@ -154,11 +186,9 @@ def _no_authorities(error: OSError | ValueError, path: str, file: BinaryIO) -> C
 
 
 def _lacks(file: BinaryIO, part: bytes) -> str:
-    """What of a PEM file is not in it, "" where all is or nobody knows: a pipe is read once."""
-    if not file.seekable():
-        return ""
+    """What of a PEM file is not in it, "" where all is."""
     file.seek(0)
-    text = file.read(_MOST_LOOKED_AT_BYTES)
+    text = file.read(_MOST_BYTES)
     if _BEGIN not in text:
         return "is no PEM file"
     name = "certificate" if part == _CERTIFICATE else "private key"

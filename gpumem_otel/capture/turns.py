@@ -85,16 +85,16 @@ class Turns:
             BusyError: the turn did not come; says to a request when it may.
         """
         place = _Place(seconds, own)
-        with self._lock:
-            self._waiting.insert(self._rank(own), place)
         try:
+            with self._lock:
+                self._waiting.insert(self._rank(own), place)
             self._wait(place, stop, self._clock.monotonic() + wait_seconds)
             yield
         finally:
             with self._lock:
                 if self._open is place:
                     self._open = None
-                else:
+                elif place in self._waiting:  # else interrupted before it was
                     self._waiting.remove(place)
 
     def _rank(self, own: bool) -> int:

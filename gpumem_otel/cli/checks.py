@@ -29,6 +29,7 @@ _CONNECT_SECONDS = 3.0
 _IMPORT_SECONDS = 20.0
 _OLDEST_TORCH = (2, 3)
 _OTLP_PORTS = {"http": 4318, "https": 4318}
+_NOT_READ = "no metrics and profiles could be fetched"
 _NO_GPU = "profiles and metrics need a CUDA device; files, demo and the command line work"
 
 
@@ -382,7 +383,7 @@ def _port(config: Config) -> Check:
     if serve.enabled:
         refusal = _refused_files(serve)
         if refusal:
-            return Check("port", PROBLEM, f"nothing would listen, because: {refusal}", "mend it")
+            return Check("port", PROBLEM, f"nothing would listen, because: {refusal}", _NOT_READ)
     name = f"{serve.host}:{serve.port}"
     if not serve.enabled and not serve.port:
         return Check("port", OK, "any free port")

@@ -11,7 +11,8 @@ import ipaddress
 import json
 import os
 import socket
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 from urllib.parse import urlsplit
@@ -20,7 +21,7 @@ from gpumem_otel.cli.common import CommandFailed
 from gpumem_otel.cli.ctl_hints import hint_of_status, why_no_answer
 from gpumem_otel.errors import ConfigError
 from gpumem_otel.serve.roles import LEAST_TOKEN_CHARACTERS
-from gpumem_otel.settingfiles import client_context, contents, load_certificate
+from gpumem_otel.settingfiles import client_context, contents, load_certificate, read_once
 
 if TYPE_CHECKING:
     import ssl
@@ -150,6 +151,12 @@ def credentials(token_file: str, ca_file: str, cert_file: str, key_file: str) ->
     Raises:
         ConfigError: one can not be used.
     """
+    with ExitStack() as kept:
+        read = (read_once(path, kept) for path in (token_file, ca_file, cert_file, key_file))
+        return replace(_held(*read), token_file=token_file, cert_file=cert_file)
+
+
+def _held(token_file: str, ca_file: str, cert_file: str, key_file: str) -> Credentials:
     token = ""
     if token_file:
         token = _token_in(token_file)
@@ -160,12 +167,12 @@ def credentials(token_file: str, ca_file: str, cert_file: str, key_file: str) ->
     if key_file and not cert_file:
         raise ConfigError("--key-file goes with --cert-file")
     try:
-        context = client_context(ca_file, pipes=True)
+        context = client_context(ca_file)
     except ConfigError as error:
         raise ConfigError(f"--ca-file {error}") from error
     try:
         if cert_file:
-            load_certificate(context, cert_file, key_file, key_setting="--key-file", pipes=True)
+            load_certificate(context, cert_file, key_file, key_setting="--key-file")
     except ConfigError as error:
         raise ConfigError(f"client certificate {error}") from error
     return Credentials(token, context, token_file, cert_file)
@@ -173,7 +180,7 @@ def credentials(token_file: str, ca_file: str, cert_file: str, key_file: str) ->
 
 def _token_in(path: str) -> str:
     try:
-        text = contents(path, _MAX_TOKEN_BYTES, pipes=True).decode("ascii")
+        text = contents(path, _MAX_TOKEN_BYTES).decode("ascii")
     except UnicodeDecodeError:
         raise ConfigError(f"token file {path}: holds something else than ASCII") from None
     except ConfigError as error:

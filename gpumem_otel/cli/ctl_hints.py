@@ -110,7 +110,7 @@ def _of_socket(error: Exception) -> str:
         return f"nobody listens there any more, the job has ended: {_JOBS}"
     if isinstance(error, BlockingIOError):
         return f"as many wait there as may: {_STANDS_STILL}"
-    if isinstance(error, (http.client.RemoteDisconnected, ConnectionResetError)):
+    if isinstance(error, (ConnectionResetError, BrokenPipeError)):
         return f"closed without an answer, as by a job that ends: {_JOBS}"
     if isinstance(error, PermissionError):
         return "only the job's user and root may use its socket (sudo -u USER gpumem-otel ctl)"
@@ -158,7 +158,7 @@ def _of_client(shown: Credentials) -> str:
 
 
 def _plain(error: Exception) -> str:
-    if isinstance(error, http.client.RemoteDisconnected):
+    if isinstance(error, (ConnectionResetError, BrokenPipeError)):
         return "it closed the connection without an answer"
     if isinstance(error, http.client.HTTPException):
         return f"what answers there is no HTTP; the port of a job is {_PORTS}"

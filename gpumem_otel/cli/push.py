@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -103,7 +104,6 @@ def command(
             warn(warning)
     if not config.pyroscope.url:
         raise click.UsageError("Missing option '--url' (or PYROSCOPE_SERVER_ADDRESS)")
-    config = _with_token(config)
     if source is None:
         for option, value in (
             ("--device", device),
@@ -112,25 +112,29 @@ def command(
         ):
             if value is not None:
                 raise click.UsageError(f"{option} is for a file: what was spooled has its labels")
-        push_spool.send_all(config)
-        return
-    parcels = _parcels(source, device, config)
-    _send(source, parcels, config)
+    with ExitStack() as kept:
+        try:
+            config = _read_once(config, kept)
+        except ConfigError as error:
+            raise CommandFailed(str(error)) from error
+        if source is None:
+            push_spool.send_all(config)
+        else:
+            _send(source, _parcels(source, device, config), config)
 
 
-def _with_token(config: Config) -> Config:
-    """The token of a file is read once: it may be a pipe, `<(...)` of a shell."""
-    from gpumem_otel.config import Secret
-    from gpumem_otel.errors import PushError
-    from gpumem_otel.export.pyroscope import bearer_token
+def _read_once(config: Config, kept: ExitStack) -> Config:
+    """Its files may be pipes, `<(...)` of a shell, and are asked for more than once."""
+    from gpumem_otel.settingfiles import read_once
 
-    if not config.pyroscope.bearer_token_file:
-        return config
-    try:
-        token = Secret(bearer_token(config.pyroscope, pipes=True))
-    except PushError as error:
-        raise CommandFailed(str(error)) from error
-    pyroscope = replace(config.pyroscope, bearer_token=token, bearer_token_file="")
+    given = config.pyroscope
+    pyroscope = replace(
+        given,
+        bearer_token_file=read_once(given.bearer_token_file, kept),
+        ca_file=read_once(given.ca_file, kept),
+        client_cert_file=read_once(given.client_cert_file, kept),
+        client_key_file=read_once(given.client_key_file, kept),
+    )
     return replace(config, pyroscope=pyroscope)
 
 
@@ -223,7 +227,7 @@ def _send(source: str, parcels: Sequence[_Parcel], config: Config) -> None:
         run_id=config.run_id,
         tags=config.tags,
     )
-    transport = Transport(config.pyroscope, environ=base, pipes=True)
+    transport = Transport(config.pyroscope, environ=base)
     sink = PyroscopeSink(transport, config.pyroscope, lambda: who)
     try:
         with progress(f"pushing {source}") as report:

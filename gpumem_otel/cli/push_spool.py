@@ -69,7 +69,7 @@ def send_all(config: Config) -> None:
         return
     base = environ()
     who = identify(base, service_name=config.service_name)
-    transport = Transport(config.pyroscope, environ=base, pipes=True)
+    transport = Transport(config.pyroscope, environ=base)
     sink = PyroscopeSink(transport, config.pyroscope, lambda: who)
     refused = 0
     try:

@@ -218,12 +218,8 @@ class PyroscopeSink:
         return headers, [secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS]
 
 
-def bearer_token(config: PyroscopeConfig, *, pipes: bool = False) -> str:
+def bearer_token(config: PyroscopeConfig) -> str:
     """The token as it is now, "" where there is none.
-
-    Args:
-        config: names it, or its file.
-        pipes: the file may be one, whose end is waited for.
 
     Raises:
         PushError: its file can not be read.
@@ -231,7 +227,7 @@ def bearer_token(config: PyroscopeConfig, *, pipes: bool = False) -> str:
     if not config.bearer_token_file:
         return config.bearer_token.reveal()
     try:
-        token = contents(config.bearer_token_file, _MAX_TOKEN_BYTES, pipes=pipes).decode().strip()
+        token = contents(config.bearer_token_file, _MAX_TOKEN_BYTES).decode().strip()
     except ConfigError as error:
         raise PushError(f"token file {error}", reason="config") from None
     except UnicodeDecodeError:

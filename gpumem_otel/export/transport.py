@@ -68,7 +68,6 @@ class Transport:
         config: certificates and an explicit proxy are taken from it.
         environ: the proxy variables (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`), used where the
             configuration names no proxy.
-        pipes: the files of certificates may be pipes, whose ends are waited for.
     """
 
     def __init__(
@@ -76,11 +75,9 @@ class Transport:
         config: PyroscopeConfig,
         *,
         environ: Mapping[str, str] = MappingProxyType({}),
-        pipes: bool = False,
     ) -> None:
         self._config = config
         self._environ = environ
-        self._pipes = pipes
         self._inherited: list[object] = []
         self._reset()
 
@@ -226,7 +223,6 @@ class Transport:
                 config.client_cert_file,
                 config.client_key_file,
                 key_setting="client_key_file",
-                pipes=self._pipes,
             )
         if proxy:
             parsed = urllib3.util.parse_url(proxy)
@@ -237,7 +233,7 @@ class Transport:
                 # no certificate of ours.
                 to_proxy = self._context("")
                 if config.ca_file:
-                    load_authorities(to_proxy, config.ca_file, pipes=self._pipes)
+                    load_authorities(to_proxy, config.ca_file)
             manager: urllib3.PoolManager = urllib3.ProxyManager(
                 parsed._replace(auth=None).url,
                 proxy_headers=urllib3.make_headers(proxy_basic_auth=credentials),
@@ -252,7 +248,7 @@ class Transport:
         return manager
 
     def _context(self, ca_file: str) -> ssl.SSLContext:
-        context = client_context(ca_file, pipes=self._pipes)
+        context = client_context(ca_file)
         context.sslsocket_class = self._tls_socket
         return context
 

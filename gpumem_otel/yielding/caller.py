@@ -91,8 +91,8 @@ class Caller:
         """The operation, on a thread of ours where the main thread asks for it.
 
         Raises:
-            BaseException: what a signal handler raised meanwhile, once it has ended, and a yield
-                is undone; or what the operation raised.
+            BaseException: what a signal handler raised meanwhile, once it has ended, and it was
+                tried to undo a yield; or what the operation raised.
         """
         urgency, failed = Urgency(), None
         ended: Ended[YieldReport] = Ended()

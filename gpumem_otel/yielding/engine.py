@@ -136,7 +136,8 @@ class YieldEngine:
         Raises:
             YieldRefusedError: it can not be, and everything is as it was.
             YieldFailedError: it ended in another state, which the message names.
-            BaseException: what a signal handler raised meanwhile: it is undone first.
+            BaseException: what a signal handler raised meanwhile: it is undone first, as far as the
+                device has room.
         """
         return self._caller.waits_for(request, who, self._caller.stands_here())
 

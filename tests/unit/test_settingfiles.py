@@ -8,6 +8,7 @@ import socket
 import ssl
 import subprocess
 import sys
+import threading
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -29,6 +30,7 @@ from gpumem_otel.settingfiles import (
     contents,
     load_authorities,
     load_certificate,
+    read_once,
 )
 
 pytestmark = pytest.mark.timeout(60)  # to open a FIFO takes for ever
@@ -67,14 +69,14 @@ def folder(tmp_path, monkeypatch):
 NOT_REGULAR = ["fifo", "folder", "socket", "/dev/null", "to fifo"]
 
 CALLS = {
-    "contents": lambda path, **how: contents(path, 1 << 20, **how),
+    "contents": lambda path: contents(path, 1 << 20),
     "client_context": client_context,
-    "load_authorities": lambda path, **how: load_authorities(client_context(""), path, **how),
-    "load_certificate": lambda path, **how: load_certificate(
-        client_context(""), path, "", key_setting="key_file", **how
+    "load_authorities": lambda path: load_authorities(client_context(""), path),
+    "load_certificate": lambda path: load_certificate(
+        client_context(""), path, "", key_setting="key_file"
     ),
-    "load_certificate's key": lambda path, **how: load_certificate(
-        client_context(""), "a.pem", path, key_setting="key_file", **how
+    "load_certificate's key": lambda path: load_certificate(
+        client_context(""), "a.pem", path, key_setting="key_file"
     ),
 }
 
@@ -109,10 +111,9 @@ def test_what_is_no_regular_file_is_neither_read_nor_waited_for(call, path):
     ],
 )
 def test_what_can_not_be_opened(call, path, reason):
-    for pipes in (False, True):
-        line = said(call, path, pipes=pipes)
-        assert line.startswith(f"{path}: ")
-        assert reason in line
+    line = said(call, path)
+    assert line.startswith(f"{path}: ")
+    assert reason in line
 
 
 def test_a_fifo_that_takes_a_files_place_meanwhile_is_not_opened(folder, monkeypatch):
@@ -196,24 +197,53 @@ def piped(folder):
     """Has a file come out of a pipe; the pipe's name, as `<(cat file)` of a shell."""
     with ExitStack() as ends:
 
-        def pipe(name):
-            command = ["cat", str(folder / name)]
+        def pipe(*names):
+            command = ["cat", *(str(folder / name) for name in names)]
             writer = ends.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE))
             return f"/proc/self/fd/{writer.stdout.fileno()}"
 
         yield pipe
 
 
-def test_a_command_of_a_person_may_wait_for_a_pipe(piped):
-    assert contents(piped("token"), 17, pipes=True) == b"0123456789abcdef\n"
-    context = client_context(piped("ca.pem"), pipes=True)
-    assert context.cert_store_stats()["x509_ca"] == 1
-    load_authorities(client_context(""), piped("ca.pem"), pipes=True)
-    certificate = (piped("a.pem"), piped("a.key"))
-    load_certificate(context, *certificate, key_setting="key_file", pipes=True)
-    for call in CALLS.values():
-        assert said(call, piped("token")).endswith(": is no regular file")
-        assert said(call, "folder", pipes=True) == "folder: is no regular file"
+@pytest.fixture
+def kept():
+    with ExitStack() as copies:
+        yield copies
+
+
+def test_what_is_in_a_pipe_can_be_read_as_often_as_a_file(piped, kept):
+    assert said(contents, piped("token"), 17).endswith(": is no regular file")
+    names = [read_once(piped(*names), kept) for names in (["token"], ["ca.pem"], ["a.pem"])]
+    names.append(read_once(piped("a.pem", "a.key"), kept))
+    token, authority, alone, both = names
+    for _ in range(2):
+        assert contents(token, 17) == b"0123456789abcdef\n"
+        assert client_context(authority).cert_store_stats()["x509_ca"] == 1
+        load_authorities(client_context(""), authority)
+        load_certificate(client_context(""), alone, "a.key", key_setting="key_file")
+        load_certificate(client_context(""), both, "", key_setting="key_file")
+    lacking = said(load_certificate, client_context(""), alone, "", key_setting="--key-file")
+    assert (
+        lacking == f"{alone}: there is no private key in it: --key-file names the file that has it"
+    )
+    kept.close()
+    assert not any(Path(name).exists() for name in names)
+
+
+def test_a_fifo_whose_writer_has_gone_is_read_once(folder, kept):
+    writer = threading.Thread(target=lambda: (folder / "fifo").write_text("a token"))
+    writer.start()
+    name = read_once("fifo", kept)
+    writer.join()
+    assert [contents(name, 7) for _ in range(2)] == [b"a token"] * 2
+
+
+def test_what_need_not_be_read_once_stays_what_it_is(folder, kept):
+    for path in ("", "token", "none", "folder", "loop", "socket", "nul\0"):
+        assert read_once(path, kept) == path
+    name = read_once("/dev/null", kept)
+    assert (name != "/dev/null", contents(name, 0)) == (True, b"")
+    assert said(read_once, "/dev/zero", kept) == "/dev/zero: is larger than 4194304 bytes"
 
 
 # whoever reads one within a job

@@ -193,7 +193,7 @@ def test_there_is_one_at_a_time_whoever_comes_and_goes():
             with lock:
                 had.append(number)
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(6)]
     for thread in threads:
         thread.start()
     gone.set()
