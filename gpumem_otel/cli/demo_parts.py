@@ -98,6 +98,8 @@ class LastProfiles:
     def write(self, *, last: bool = False) -> Moment | None:
         """Write what is new; returns what `live.pb.gz` holds now, None before the first.
 
+        Ctrl-C may come at any moment of it: what was not written then is written the next time.
+
         Args:
             last: nothing is taken from now on, so that the file stays what was shown.
 
@@ -108,13 +110,15 @@ class LastProfiles:
 
         with self._lock:
             self._over |= last
-            new, self._new = self._new, {}
-            live = self._live
-        for name, profiles in sorted(new.items()):
+            new, live = sorted(self._new.items()), self._live
+        for name, profiles in new:
             path = self.folder / f"{name}.pb.gz"
             data = pprof.encode(profiles, device_labels={}, kind=profiles[0].kind)
             write_output(str(path), pprof.gzip_bytes(data))
             self.written[name] = path
+            with self._lock:
+                if self._new.get(name) is profiles:  # else there is a newer one
+                    del self._new[name]
         return live
 
 

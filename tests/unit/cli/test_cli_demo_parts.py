@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from gpumem_otel.cli import demo
+from gpumem_otel.cli import demo, demo_parts
 from gpumem_otel.cli.demo_listen import base_url, scrape_config
 from gpumem_otel.cli.demo_parts import LastProfiles, one_line_warnings
 from gpumem_otel.core import pprof
@@ -38,6 +38,34 @@ def test_nothing_is_taken_after_the_last_write(tmp_path):
     assert kept.write(last=True).size_bytes == 10
     kept.take(ProfileKind.LIVE, profiles(50), {}, 2)
     assert kept.write().size_bytes == kept.fullest.size_bytes == 10
+
+
+@pytest.mark.parametrize("before", range(3))
+def test_what_ctrl_c_kept_from_being_written_is_written_at_the_end(tmp_path, monkeypatch, before):
+    """GIVEN Ctrl-C at any of the first files THEN none of them is missing, and none is old."""
+    kept, names, write = LastProfiles(tmp_path), [], demo_parts.write_output
+
+    def interrupted(path, data):
+        if len(names) == before:
+            names.append("interrupted")
+            raise KeyboardInterrupt
+        names.append(path)
+        write(path, data)
+
+    kept.take(ProfileKind.LIVE, profiles(30), {}, 1)
+    kept.take(ProfileKind.ALLOCATED, profiles(99, ProfileKind.ALLOCATED), {}, 1)
+    monkeypatch.setattr(demo_parts, "write_output", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        kept.write()
+    kept.take(ProfileKind.LIVE, profiles(20), {}, 2)
+    assert kept.write(last=True).size_bytes == 20
+    assert sorted(kept.written) == ["allocated", "fullest", "live"]
+    for name, size_bytes in (("fullest", 30), ("live", 20)):
+        written = pprof.decode((tmp_path / f"{name}.pb.gz").read_bytes())
+        assert written.total("inuse_space") == size_bytes
+    names.clear()
+    kept.write()
+    assert names == [], "each is written once"
 
 
 @pytest.mark.parametrize("message", ["another window is open", "window: another one is open"])
