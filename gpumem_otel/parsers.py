@@ -48,10 +48,10 @@ def path(value: object) -> str:
     """A path, from the root on: a job may go to another folder later. "" as it is."""
     name = text(value)
     try:
-        os.fsencode(name)
+        possible = b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:
-        raise UnusableError("must be a path, this can not be one") from None
-    if "\0" in name:
+        possible = False
+    if not possible:
         raise UnusableError("must be a path, this can not be one")
     if not name or os.path.isabs(name):  # noqa: PTH117 - of a name as it was given
         return name

@@ -18,7 +18,18 @@ from typing import BinaryIO, Final
 
 from gpumem_otel.errors import ConfigError
 
-__all__ = ["client_context", "contents", "load_authorities", "load_certificate", "read_once"]
+__all__ = [
+    "MOST_TOKEN_BYTES",
+    "client_context",
+    "contents",
+    "load_authorities",
+    "load_certificate",
+    "read_once",
+    "stamp",
+]
+
+MOST_TOKEN_BYTES: Final = 16 * 1024
+"""Of a file that holds one token."""
 
 _MOST_BYTES: Final = 4 << 20
 """Of certificates; those of all authorities of a system are a quarter of a MiB."""
@@ -36,6 +47,15 @@ _REASONS: Final = {
     "NO_CERTIFICATE_ASSIGNED": "the key is another certificate's",
 }
 """By OpenSSL's names, x509err.h and sslerr.h; that of a broken PEM file does not come through."""
+
+
+def stamp(path: str) -> tuple[int, ...]:
+    """Differs once a file does; () of none."""
+    try:
+        status = os.stat(path)  # noqa: PTH116 - as it was given
+    except (OSError, ValueError):
+        return ()
+    return status.st_mtime_ns, status.st_ino, status.st_size
 
 
 def contents(path: str, most_bytes: int) -> bytes:

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from gpumem_otel.capture.turns import ANOTHER_IS_OPEN
 from gpumem_otel.core.model import DeviceStats
 from gpumem_otel.errors import BusyError, CaptureError
 
@@ -98,7 +99,7 @@ class EventWindow:
             CaptureError: recording could not be switched, or the allocator not be read.
         """
         if not self._lock.acquire(blocking=False):
-            raise BusyError("window: another one is open; try again when it is over")
+            raise BusyError(ANOTHER_IS_OPEN)
         started = self._clock.monotonic()
         self._idle_seconds = 0.0
         try:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.capture.patching import Patch
 from gpumem_otel.capture.symbols import InductorGuard
+from gpumem_otel.capture.turns import ANOTHER_IS_OPEN
 from gpumem_otel.errors import BusyError, CaptureError
 from gpumem_otel.logs import named_logger
 
@@ -267,7 +268,7 @@ class Recorder:
             if self._theirs:
                 raise BusyError("window: the job records memory history itself; stop that first")
             if self._window:
-                raise BusyError("window: another one is open; try again when it is over")
+                raise BusyError(ANOTHER_IS_OPEN)
             skip = _AND_FREES if frees else _ONLY_ALLOCATIONS
             self._switch("all", max_entries=max_events, clear=True, skip=skip)
             self._window = "open"

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.core.ports import Clock, Waitable
 
-__all__ = ["PULL_WAIT_SECONDS", "Turns"]
+__all__ = ["ANOTHER_IS_OPEN", "PULL_WAIT_SECONDS", "Turns"]
 
 PULL_WAIT_SECONDS: Final = 35.0
 """How long a request waits for its window to begin: for one of 30 s and the reading of it, and for
@@ -31,7 +31,8 @@ any of ours at the default interval, of which a window takes 27 s at most."""
 _TICK_SECONDS: Final = 0.05
 """So often somebody who waits looks at the line; the end of the wait is heard at once."""
 
-_OPEN: Final = "window: another one is open; try again when it is over"
+ANOTHER_IS_OPEN: Final = "window: another one is open; try again when it is over"
+"""Refusals are counted by their text."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +133,7 @@ class Turns:
 
 def _refusal(place: _Place, seconds: float) -> BusyError:
     if place.own:
-        return BusyError(_OPEN)  # counted by its text
+        return BusyError(ANOTHER_IS_OPEN)
     seconds = max(math.ceil(seconds), 1)
     return BusyError(
         f"window: others come first, for {seconds} s at most, and a request waits for no more than "

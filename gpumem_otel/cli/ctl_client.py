@@ -21,7 +21,13 @@ from gpumem_otel.cli.common import CommandFailed
 from gpumem_otel.cli.ctl_hints import hint_of_status, why_no_answer
 from gpumem_otel.errors import ConfigError
 from gpumem_otel.serve.roles import LEAST_TOKEN_CHARACTERS
-from gpumem_otel.settingfiles import client_context, contents, load_certificate, read_once
+from gpumem_otel.settingfiles import (
+    MOST_TOKEN_BYTES,
+    client_context,
+    contents,
+    load_certificate,
+    read_once,
+)
 
 if TYPE_CHECKING:
     import ssl
@@ -40,8 +46,6 @@ __all__ = [
 CONNECT_SECONDS: Final = 10.0
 
 _MAX_ANSWER_BYTES: Final = 4 << 20
-
-_MAX_TOKEN_BYTES: Final = 16 * 1024
 
 _PORTS: Final = range(1, 65536)
 
@@ -157,6 +161,7 @@ def credentials(token_file: str, ca_file: str, cert_file: str, key_file: str) ->
 
 
 def _held(token_file: str, ca_file: str, cert_file: str, key_file: str) -> Credentials:
+    """As `credentials`, of files that can be read more than once."""
     token = ""
     if token_file:
         token = _token_in(token_file)
@@ -175,12 +180,12 @@ def _held(token_file: str, ca_file: str, cert_file: str, key_file: str) -> Crede
             load_certificate(context, cert_file, key_file, key_setting="--key-file")
     except ConfigError as error:
         raise ConfigError(f"client certificate {error}") from error
-    return Credentials(token, context, token_file, cert_file)
+    return Credentials(token, context)
 
 
 def _token_in(path: str) -> str:
     try:
-        text = contents(path, _MAX_TOKEN_BYTES).decode("ascii")
+        text = contents(path, MOST_TOKEN_BYTES).decode("ascii")
     except UnicodeDecodeError:
         raise ConfigError(f"token file {path}: holds something else than ASCII") from None
     except ConfigError as error:

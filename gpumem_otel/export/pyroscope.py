@@ -20,7 +20,7 @@ from gpumem_otel._version import __version__
 from gpumem_otel.core import wire
 from gpumem_otel.core.pprof import gzip_bytes
 from gpumem_otel.errors import ConfigError, PushError
-from gpumem_otel.settingfiles import contents
+from gpumem_otel.settingfiles import MOST_TOKEN_BYTES, contents
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,8 +60,6 @@ MAX_VALUE_BYTES = 2048
 MAX_MESSAGE_CHARS = 200
 MIN_SECRET_CHARS = 4
 MAX_RETRY_AFTER_SECONDS = 3600.0
-
-_MAX_TOKEN_BYTES = 16 * 1024
 
 _RETRYABLE = {429: "rate_limited", 502: "unavailable", 503: "unavailable", 504: "unavailable"}
 _FINAL = {
@@ -227,7 +225,7 @@ def bearer_token(config: PyroscopeConfig) -> str:
     if not config.bearer_token_file:
         return config.bearer_token.reveal()
     try:
-        token = contents(config.bearer_token_file, _MAX_TOKEN_BYTES).decode().strip()
+        token = contents(config.bearer_token_file, MOST_TOKEN_BYTES).decode().strip()
     except ConfigError as error:
         raise PushError(f"token file {error}", reason="config") from None
     except UnicodeDecodeError:

@@ -28,7 +28,7 @@ from urllib3 import exceptions
 from gpumem_otel.errors import ConfigError, PushError
 from gpumem_otel.export import sockets
 from gpumem_otel.export.proxies import proxy_for
-from gpumem_otel.settingfiles import client_context, load_authorities, load_certificate
+from gpumem_otel.settingfiles import client_context, load_authorities, load_certificate, stamp
 
 if TYPE_CHECKING:
     import socket
@@ -71,10 +71,7 @@ class Transport:
     """
 
     def __init__(
-        self,
-        config: PyroscopeConfig,
-        *,
-        environ: Mapping[str, str] = MappingProxyType({}),
+        self, config: PyroscopeConfig, *, environ: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self._config = config
         self._environ = environ
@@ -88,7 +85,7 @@ class Transport:
         self._opened: weakref.WeakSet[socket.socket] = weakref.WeakSet()
         self._pool_classes, self._tls_socket = _pool_classes(self._progress, self._opened)
         self._managers: dict[str, urllib3.PoolManager] = {}
-        self._stamps: tuple[float, ...] = ()
+        self._stamps: tuple[tuple[int, ...], ...] = ()
         self._last_used = 0.0
 
     def post(
@@ -200,7 +197,7 @@ class Transport:
         config = self._config
         files = (config.ca_file, config.client_cert_file, config.client_key_file)
         try:
-            stamps = tuple(map(_stamp, files))
+            stamps = tuple(map(stamp, files))
             if stamps != self._stamps:
                 self.close()
             elif time.monotonic() - self._last_used > MAX_IDLE_SECONDS:
@@ -275,14 +272,6 @@ class Transport:
         if timed_out:
             return PushError(f"{where}: no whole answer before the deadline", reason="timeout")
         return PushError(f"{where}: the connection was cut: {why}", reason="cut")
-
-
-def _stamp(path: str) -> float:
-    """Differs once a file does; of none, one that no file has."""
-    try:
-        return os.stat(path).st_mtime if path else 0.0  # noqa: PTH116 - as it was given
-    except (OSError, ValueError):
-        return -1.0
 
 
 def _pool_classes(

@@ -6,13 +6,12 @@ import hmac
 from typing import TYPE_CHECKING
 
 from gpumem_otel.serve.watchedfile import WatchedFile
+from gpumem_otel.settingfiles import MOST_TOKEN_BYTES
 
 if TYPE_CHECKING:
     from gpumem_otel.config import Secret
 
 __all__ = ["Tokens"]
-
-_MAX_TOKEN_BYTES = 16 * 1024
 
 
 class Tokens:
@@ -33,7 +32,7 @@ class Tokens:
                 what="token file",
                 stays="the last token stays",
                 parse=_token_in,
-                most_bytes=_MAX_TOKEN_BYTES,
+                most_bytes=MOST_TOKEN_BYTES,
             )
 
     @property

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from gpumem_otel.errors import ConfigError, ServeError
 from gpumem_otel.logs import named_logger
-from gpumem_otel.settingfiles import contents
+from gpumem_otel.settingfiles import contents, stamp
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -50,7 +49,7 @@ class WatchedFile(Generic[_T]):
     def value(self) -> _T:
         """The value, after a look at whether the file has changed; warns once, never raises."""
         try:
-            if not self._seen or self._stamp() != self._seen:
+            if not self._seen or stamp(self._path) != self._seen:
                 self._seen, self._value = self._read()
             self._warned = False
         except ConfigError as exc:
@@ -60,17 +59,9 @@ class WatchedFile(Generic[_T]):
         return self._value
 
     def _read(self) -> tuple[tuple[int, ...], _T]:
-        stamp = self._stamp()
+        seen = stamp(self._path)
         data = contents(self._path, self._most_bytes)
         try:
-            return stamp, self._parse(data)
+            return seen, self._parse(data)
         except ValueError as exc:
             raise ConfigError(f"{self._path}: {exc}") from exc
-
-    def _stamp(self) -> tuple[int, ...]:
-        """Differs once the file does; () of none."""
-        try:
-            status = os.stat(self._path)  # noqa: PTH116 - as it was given
-        except (OSError, ValueError):
-            return ()
-        return status.st_mtime_ns, status.st_ino, status.st_size

@@ -51,12 +51,9 @@ __all__ = [
 
 DRIVER: Final = "cuda.bindings.driver"
 NVML: Final = "pynvml"
-NOT_INSTALLED: Final = (
-    "cuda-bindings is not installed: pip install 'cuda-bindings>=12.8' nvidia-ml-py"
-)
-NOT_LOADED: Final = (
-    "cuda-bindings can not be imported: pip install 'cuda-bindings>=12.8' nvidia-ml-py"
-)
+_INSTALL: Final = "pip install 'cuda-bindings>=12.8' nvidia-ml-py"
+NOT_INSTALLED: Final = f"cuda-bindings is not installed: {_INSTALL}"
+NOT_LOADED: Final = f"cuda-bindings can not be imported: {_INSTALL}"
 NO_DRIVER: Final = "there is no NVIDIA driver here (libcuda.so.1 can not be loaded)"
 OLDEST_CUDA: Final = 12080
 """What `cuDriverGetVersion` answers with driver 570, the first with these calls."""

@@ -11,14 +11,7 @@ from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = [
-    "WITHOUT",
-    "gives",
-    "kind_of",
-    "less_of",
-    "line_of",
-    "way_on",
-]
+__all__ = ["WITHOUT", "gives", "kind_of", "less_of", "line_of", "way_on"]
 
 WITHOUT: Final = "%s: the job goes on WITHOUT its memory"
 
