@@ -13,12 +13,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from gpumem_otel.core.yields import RestoreRequest, YieldState
-from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.errors import GpumemError, YieldFailedError, YieldRefusedError
 from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.apart import PATIENCE, Apart, Ended
 from gpumem_otel.yielding.aside import log_aside
 from gpumem_otel.yielding.phases import Urgency
-from gpumem_otel.yielding.wording import gives
+from gpumem_otel.yielding.wording import gives, way_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -149,8 +149,16 @@ class Caller:
         report = self._operate(request, who, here=here, urgency=urgency)
         if urgency.cancelled and gives(request):  # it was too late to give it up
             self._take_again()
-            raise YieldRefusedError("yield: interrupted")  # no result that is still to be undone
+            raise self._taken_again()  # no result: that would still have to be undone
         return report
+
+    def _taken_again(self) -> GpumemError:
+        """What a caller hears who was not interrupted: it was the thread that stands still."""
+        state = self._board.state
+        why = "yield: the job was interrupted"
+        if state is YieldState.RUNNING:
+            return YieldRefusedError(f"{why}; its memory is back, and it goes on as before")
+        return YieldFailedError(f"{why}; the state is {state.value}, {way_on(state)}")
 
     def _take_again(self) -> None:
         """For a caller who was interrupted."""

@@ -19,7 +19,7 @@ from gpumem_otel.core.yields import (
     YieldRequest,
     YieldState,
 )
-from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.yielding import callbacks
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
@@ -159,6 +159,34 @@ def test_a_way_back_without_room_is_logged_and_the_memory_not_lost(world, caplog
     assert missing[0].startswith("after an interrupt: device 0: 1048576 bytes are missing")
     assert world.engine.status.state is YieldState.YIELDED
     assert world.nothing_lost
+    world.offload.room = True
+    world.engine.restore()
+    assert world.all_on_device
+
+
+@pytest.mark.parametrize(
+    ("room", "error", "said"),
+    [
+        (True, YieldRefusedError, "its memory is back, and it goes on as before"),
+        (
+            False,
+            YieldFailedError,
+            "the state is yielded, nothing is lost: restore() once the device has room",
+        ),
+    ],
+)
+def test_who_asked_for_a_yield_that_the_stopped_thread_had_undone_is_told(world, room, error, said):
+    """The job's thread stands still and was interrupted; whoever asked is another."""
+
+    def speaks(parked):  # the last that is done
+        world.offload.room = room
+        world.engine.phases.urgency.interrupt()
+
+    world.safe_points.speaks = speaks
+    with pytest.raises(error) as caught:
+        world.engine.yield_(TENSORS)
+    assert str(caught.value) == f"yield: the job was interrupted; {said}"
+    assert world.all_on_device is room
     world.offload.room = True
     world.engine.restore()
     assert world.all_on_device
