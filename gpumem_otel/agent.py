@@ -29,6 +29,7 @@ from gpumem_otel.capture.pacer import Pacer
 from gpumem_otel.config import process_environ
 from gpumem_otel.core.counters import Counters
 from gpumem_otel.core.quiet import QuietGate
+from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.exportparts import ExportParts
 from gpumem_otel.logs import named_logger
 from gpumem_otel.readparts import ReadParts
@@ -71,6 +72,7 @@ class Agent:
         source: what is read; None for the torch of this process, armed by its first use of CUDA.
         on_profiles: called on the background thread with each set of profiles read.
         environ: the process's environment, for the launcher's variables.
+        build_engine: makes the engine of yields of an agent that is armed.
 
     Attributes:
         counters: what the parts count about themselves.
@@ -86,8 +88,10 @@ class Agent:
         source: Source | None = None,
         on_profiles: ProfilesCallback | None = None,
         environ: Mapping[str, str] | None = None,
+        build_engine: Callable[[Agent], YieldControl] | None = None,
     ) -> None:
         self.config = config
+        self.build_engine = build_engine
         self.counters = Counters()
         self.gate = QuietGate()
         self._given_source = source
@@ -229,11 +233,11 @@ class Agent:
         return None if self.yields is None else self.yields.wait(-1, 0)
 
     def _engine_of_yields(self) -> YieldControl:
-        from importlib import import_module
-
-        # by name: that room stands above this one and is handed the agent
-        engine: YieldControl = import_module("gpumem_otel.yields").engine_of(self)
-        return engine
+        if self.yields is not None:
+            return self.yields
+        if self.build_engine is None:
+            raise YieldRefusedError("yield: this process has no engine of yields")
+        return self.build_engine(self)
 
     def _start_ooms(self) -> None:
         source, reader, answers = self._reads.armed()

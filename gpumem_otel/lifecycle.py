@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Unpack
 
+    from gpumem_otel.core.ports import YieldControl
     from gpumem_otel.options import InstallOptions
 
 __all__ = [
@@ -28,6 +29,7 @@ __all__ = [
     "install",
     "participant",
     "participants",
+    "register_engine",
     "step",
     "step_without_install",
     "uninstall",
@@ -49,6 +51,7 @@ class _State:
         self.unwatchable: set[str] = set()
         self.participants: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         self.on_step: Callable[[], object] | None = None
+        self.build_engine: Callable[[Agent], YieldControl] | None = None
 
 
 _STATE = _State()
@@ -79,6 +82,7 @@ def adopt(agent: Agent) -> None:
     """Start an agent as the one of this process: ended at exit, silent in forked children."""
     with _STATE.lock:
         _STATE.agent = agent
+        agent.build_engine = agent.build_engine or _STATE.build_engine
         if not _STATE.at_fork:
             # can not be taken back: does nothing while nothing is installed
             os.register_at_fork(after_in_child=_after_fork_in_child)
@@ -87,6 +91,11 @@ def adopt(agent: Agent) -> None:
         agent.start()
         for name, item in watched():
             agent.watch(name, item)
+
+
+def register_engine(build: Callable[[Agent], YieldControl]) -> None:
+    """From now on each agent of this process makes its engine of yields in this way."""
+    _STATE.build_engine = build
 
 
 def uninstall() -> None:

@@ -23,7 +23,12 @@ from gpumem_otel.config import process_environ
 from gpumem_otel.core.yieldcheck import restore_fault, seconds_fault, yield_fault
 from gpumem_otel.core.yields import RestoreRequest, Seconds, YieldLevel, YieldRequest, YieldState
 from gpumem_otel.errors import ConfigError, GpumemError, YieldRefusedError
-from gpumem_otel.lifecycle import current, participants, step_without_install
+from gpumem_otel.lifecycle import (
+    current,
+    participants,
+    register_engine,
+    step_without_install,
+)
 from gpumem_otel.yielding.callbacks import Callbacks
 from gpumem_otel.yielding.safepoint import SafePoints
 from gpumem_otel.yielding.stopsignal import GRACE_SECONDS, StopSignals
@@ -305,6 +310,9 @@ def engine_of(agent: Agent) -> YieldEngine:
         agent.yields = engine
         agent.defer("yield", engine.close)
         return engine
+
+
+register_engine(engine_of)
 
 
 def _engine(verb: str = "yield") -> tuple[YieldEngine, bool]:

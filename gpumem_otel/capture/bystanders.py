@@ -19,6 +19,7 @@ from types import FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.capture.objects import frame_title, undisturbed
+from gpumem_otel.core.threads import copying_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,8 +34,6 @@ _TRIES: Final = 4
 _BACKWARD: Final = frozenset({"_engine_run_backward", "backward", "grad"})
 _BACKWARD_FILES: Final = ("torch/autograd/graph.py", "torch/autograd/__init__.py")
 _HARMLESS: Final = ("/gpumem_otel/", "/torch/_inductor/compile_worker/", "/site-packages/debugpy/")
-_OUR_COPIES: Final = "/gpumem_otel/yielding/headstart.py"
-"""A thread of ours that begins copies: it is in torch, with no graph and no gradient."""
 _KNOWS: Final = (ModuleType, FunctionType, type)
 
 
@@ -66,8 +65,10 @@ def who_works(torch: Any) -> str:
     stacks = sys._current_frames()  # noqa: SLF001 - documented, for debuggers
     stacks.pop(own, None)  # of this very function, which must not keep itself alive
     found = ""
-    for frame in stacks.values():
-        found = found or work_of(frame)
+    ours = copying_threads()
+    for ident, frame in stacks.items():
+        if ident not in ours:
+            found = found or work_of(frame)
     return found
 
 
@@ -79,8 +80,6 @@ def work_of(innermost: FrameType) -> str:
         path = _path(frame)
         if frame.f_code.co_name in _BACKWARD and path.endswith(_BACKWARD_FILES):
             return "backward runs"
-        if path.endswith(_OUR_COPIES):
-            return ""
         knows_torch = knows_torch or "/torch/" in path or _knows_torch(frame.f_globals)
         frame = frame.f_back
     if not knows_torch or _is_waiting(innermost):

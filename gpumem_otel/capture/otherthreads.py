@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 from gpumem_otel.capture.asleep import PROC, naps, slept_on
 from gpumem_otel.capture.bystanders import may_wait, work_of
 from gpumem_otel.capture.objects import undisturbed
+from gpumem_otel.core.threads import copying_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
@@ -98,6 +99,7 @@ def _look(left_out: Collection[int | None]) -> _Look:
     threads = {thread.ident: thread for thread in threading.enumerate()}
     stacks = sys._current_frames()  # noqa: SLF001 - documented, for debuggers
     stacks.pop(threading.get_ident(), None)  # this very function must not keep itself alive
+    left_out = {*left_out, *copying_threads()}
     for ident, frame in stacks.items():
         thread = threads.get(ident)
         if ident in left_out or (thread is not None and _is_ours(thread)):

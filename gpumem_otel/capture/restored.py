@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 from gpumem_otel.capture.storages import WeakStorage, address_of
@@ -33,12 +32,9 @@ if TYPE_CHECKING:
     from gpumem_otel.core.rawform import RawEvent, RawFrame, RawSegment
     from gpumem_otel.core.yields import Movable
 
-__all__ = ["RESTORING", "Entries", "Origin", "Replaced", "Restored"]
+__all__ = ["Entries", "Origin", "Replaced", "Restored"]
 
 _log = named_logger("gpumem_otel.capture")
-
-RESTORING: Final = str(Path(__file__).parents[1] / "yielding" / "refill.py")
-"""Where memory is allocated again, as its frames name that file."""
 
 _ITEMS_PER_PAUSE: Final = 32
 _FREES: Final = frozenset({"free_requested", "free_completed"})
@@ -51,12 +47,14 @@ class Origin(NamedTuple):
         frames: of its first block, leaf first; () where it had none.
         root: named root of a block without frames, "" where none is known.
         size_bytes: as it was asked for.
+        restored_in: the file whose code allocated it again, as frames name it.
     """
 
     frames: Sequence[RawFrame]
     root: str
     size_bytes: int
     storage: WeakStorage
+    restored_in: str
 
 
 Entries: TypeAlias = "dict[int, Origin]"
@@ -97,23 +95,27 @@ class Restored:
     # who restores
 
     @contextmanager
-    def placing(self, movable: Movable) -> Iterator[None]:
+    def placing(self, movable: Movable, restored_in: str) -> Iterator[None]:
         """Within, this storage is given memory again; what is done within is all that raises.
 
         Snapshots wait for it: none shows memory of which it is not known whose it is.
+
+        Args:
+            movable: the storage.
+            restored_in: the file of the code that allocates, as frames name it.
         """
         with self.lock:
             yield
-            self._note(movable)
+            self._note(movable, restored_in)
 
-    def _note(self, movable: Movable) -> None:
+    def _note(self, movable: Movable, restored_in: str) -> None:
         try:
             storage = movable.storage
             weak = WeakStorage.of(storage)
             address = address_of(storage)
             if address:
                 self._entries[address] = Origin(
-                    movable.frames, movable.root, movable.size_bytes, weak
+                    movable.frames, movable.root, movable.size_bytes, weak, restored_in
                 )
         except Exception:
             self._say()
@@ -200,7 +202,7 @@ def _put_into_blocks(segments: Iterable[RawSegment], entries: Entries, pause: Pa
             one = entries.get(address)
             if one is None or block.get("requested_size", one.size_bytes) != one.size_bytes:
                 continue
-            if _is_ours(block.get("frames") or ()):
+            if _is_ours(block.get("frames") or (), one):
                 block["frames"] = one.frames
                 addresses.add(address)
                 if not one.frames:
@@ -215,14 +217,14 @@ def _put_into_frees(traces: Iterable[Iterable[RawEvent]], entries: Entries, paus
                 pause()
             if event.get("action") in _FREES:
                 one = entries.get(event.get("addr", 0))
-                if one is not None and _is_ours(event.get("frames") or ()):
+                if one is not None and _is_ours(event.get("frames") or (), one):
                     event["frames"] = one.frames
 
 
-def _is_ours(frames: Sequence[RawFrame]) -> bool:
+def _is_ours(frames: Sequence[RawFrame], one: Origin) -> bool:
     """Whether a restore allocated it: frames of C++ may stand before the one of Python."""
     for frame in frames:
         filename = frame.get("filename", "")
         if filename.endswith(".py"):
-            return filename == RESTORING
+            return filename == one.restored_in
     return False

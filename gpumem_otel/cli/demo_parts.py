@@ -27,9 +27,6 @@ __all__ = [
     "training",
 ]
 
-_ANOTHER_WINDOW = "is open; try again when it is over"
-"""How the message ends when somebody's own ?seconds= request records just then."""
-
 
 @dataclass(frozen=True, slots=True)
 class Moment:
@@ -133,8 +130,7 @@ def forget_stdout() -> None:
 class OneLiners(logging.Handler):
     """The agent's warnings as lines of ours, without tracebacks; held until it listens.
 
-    What is held is dropped if it never does: the error then says the same. That a window of ours
-    is left out while somebody records one of their own is as it should be, and not said.
+    What is held is dropped if it never does: the error then says the same.
     """
 
     def __init__(self) -> None:
@@ -144,8 +140,6 @@ class OneLiners(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
         message = record.getMessage()
-        if _ANOTHER_WINDOW in message:
-            return
         if self._held is None:
             warn(message)
         else:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Final
 
+from gpumem_otel.core.threads import copying
 from gpumem_otel.logs import named_logger
 from gpumem_otel.yielding.latch import Turn
 from gpumem_otel.yielding.placement import Item, parts_of, place_first
@@ -96,7 +97,7 @@ class HeadStart:
         if not self._turn.goes_to(_THREAD):
             return
         try:
-            with self._devices.at_rest(self.used):
+            with copying(), self._devices.at_rest(self.used):
                 self._mover.begin()
         except BaseException as error:  # raised to whoever goes on
             self._error = error

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Refill"]
 
+_HERE: Final = __file__
 _DEVICE_SLACK: Final = 64 << 20
 """The allocator reserves whole segments: asked for beside the blocks themselves."""
 
@@ -144,7 +145,7 @@ class Refill:
                     at = one.device, one.stream
                 item.emptied = False
                 try:
-                    with nullcontext() if self._moves is None else self._moves.placing(one):
+                    with nullcontext() if self._moves is None else self._moves.placing(one, _HERE):
                         one.storage.resize_(item.size)
                 except Exception as error:
                     if not self._devices.is_short_of_memory(error):

@@ -118,8 +118,8 @@ class Offloading(Protocol):
 class Moves(Protocol):
     """Is told what was moved, so that profiles show whose it is. Raises nothing."""
 
-    def placing(self, movable: Movable) -> AbstractContextManager[None]:
-        """Within, this storage is given memory again."""
+    def placing(self, movable: Movable, restored_in: str) -> AbstractContextManager[None]:
+        """Within, this storage is given memory again, by code of this file."""
         ...
 
     def settled(self, movables: Collection[Movable]) -> None:

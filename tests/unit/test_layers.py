@@ -40,10 +40,10 @@ MAY_IMPORT = {
     },
     "exportparts": {"answers", "capture", "config", "core", "export", "readparts", "undoing"},
     "agent": {
-        "answers", "capture", "config", "core", "exportparts", "logs", "ooms", "readparts",
-        "serveparts", "undoing", "yielding",
+        "answers", "capture", "config", "core", "errors", "exportparts", "logs", "ooms",
+        "readparts", "serveparts", "undoing", "yielding",
     },
-    "lifecycle": {"agent", "config", "errors", "logs", "options"},
+    "lifecycle": {"agent", "config", "core", "errors", "logs", "options"},
     "page": {"core", "errors", "_version"},
     "offline": {"core", "errors", "page"},
     "inspection": {"capture", "config", "core", "errors", "lifecycle"},
