@@ -84,7 +84,7 @@ test-oldest: ## the parts that stand on other packages, on the oldest of them th
 	$(PYTHON) -m venv $(CACHE)/oldest
 	$(CACHE)/oldest/bin/python -m pip --disable-pip-version-check --quiet install \
 		-c constraints-oldest.txt -e '.[test]'
-	$(CACHE)/oldest/bin/python -m pytest tests/unit/cli tests/unit/export tests/unit/serve \
+	$(CACHE)/oldest/bin/python -m pytest tests/unit/cli tests/unit/metrics tests/unit/push tests/unit/serve \
 		tests/integration/test_agent.py tests/integration/test_listener.py \
 		tests/integration/test_otlp_export.py
 
@@ -101,7 +101,7 @@ test-gpu: ## the tests that need a CUDA device, with this Python's torch
 	$(PYTHON) -m pytest -m gpu $(TESTS)
 
 fuzz: $(VENV)/test.stamp ## a hundred thousand damaged and made-up files through every verb
-	GPUMEM_FUZZ=17000 $(VENV)/bin/python -m pytest --timeout 0 tests/unit/core/test_fuzz_verbs.py
+	GPUMEM_FUZZ=17000 $(VENV)/bin/python -m pytest --timeout 0 tests/unit/snapshot/test_fuzz_verbs.py
 
 lint: $(VENV)/test.stamp ## ruff: rules and format
 	$(VENV)/bin/ruff check $(SOURCES)

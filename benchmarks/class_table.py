@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from gpumem_otel.capture.tensors import TensorTable
+from gpumem_otel.capture.tensor_table import TensorTable
 
 __all__ = ["main", "measure"]
 

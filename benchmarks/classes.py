@@ -119,7 +119,7 @@ def _measure(name: str) -> dict[str, Any]:
     import class_jobs
     import torch
 
-    from gpumem_otel import lifecycle
+    from gpumem_otel.api import lifecycle
 
     job = class_jobs.JOBS[name]()
     agent = lifecycle.current()

@@ -20,8 +20,8 @@ import sidecar
 import torch
 
 import gpumem_otel
-from gpumem_otel import lifecycle
 from gpumem_otel._version import __version__
+from gpumem_otel.api import lifecycle
 
 
 def main() -> None:

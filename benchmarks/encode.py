@@ -14,8 +14,8 @@ import time
 import zlib
 from typing import TYPE_CHECKING
 
-from gpumem_otel.core import pprof
-from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sample
+from gpumem_otel.base.profile import Frame, HeapProfile, ProfileKind, Sample
+from gpumem_otel.profiles import pprof
 
 if TYPE_CHECKING:
     from collections.abc import Callable

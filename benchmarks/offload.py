@@ -82,11 +82,11 @@ def _sizes(options: argparse.Namespace) -> list[int]:
 def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
-    from gpumem_otel.yielding.devices import CpuDevices, CudaDevices
-    from gpumem_otel.yielding.hostlimits import HostRoom, read_room
-    from gpumem_otel.yielding.hostmem import HostPool
-    from gpumem_otel.yielding.ledger import DeviceLedger, HostLedger
-    from gpumem_otel.yielding.offload import Offload
+    from gpumem_otel.yielding.copy.devices import CpuDevices, CudaDevices
+    from gpumem_otel.yielding.copy.host_memory import HostPool
+    from gpumem_otel.yielding.copy.limits import HostRoom, read_room
+    from gpumem_otel.yielding.copy.offload import Offload
+    from gpumem_otel.yielding.copy.reservations import DeviceReservations, HostReservations
 
     devices = CpuDevices(torch) if options.cpu else CudaDevices(torch)
     rows = [] if options.cpu else _plain(torch)
@@ -105,8 +105,8 @@ def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             pinned_limit_bytes=0 if options.pageable else None,
         )
         space = (lambda: HostRoom(0, "the benchmark")) if options.disk else read_room
-        host = HostLedger(f"{folder}/ledger", space)
-        offload = Offload(devices, pool, host, DeviceLedger(f"{folder}/ledger"))
+        host = HostReservations(f"{folder}/ledger", space)
+        offload = Offload(devices, pool, host, DeviceReservations(f"{folder}/ledger"))
         _cycle(offload, tensors, options.disk, verify=True)  # contents, and everything loaded
         offload.give_back()
         for cycle in range(options.cycles):
@@ -124,11 +124,11 @@ def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 def _cycle(
     offload: Any, tensors: list[Any], disk: str, *, verify: bool = False, first: bool = False
 ) -> list[dict[str, Any]]:
-    from gpumem_otel.core.yields import Movable, YieldRequest
+    from gpumem_otel.yielding.values import Candidate, YieldRequest
 
     storages = [tensor.untyped_storage() for tensor in tensors]
     movables = [
-        Movable(s, 0, s.data_ptr(), s.nbytes(), s.nbytes(), 0, "parameter") for s in storages
+        Candidate(s, 0, s.data_ptr(), s.nbytes(), s.nbytes(), 0, "parameter") for s in storages
     ]
     total = sum(s.nbytes() for s in storages)
     parts = {}
@@ -171,7 +171,7 @@ def _plain(torch: Any) -> list[dict[str, Any]]:
 
 
 def _checksums(torch: Any, tensors: list[Any], total: int) -> dict[str, Any]:
-    from gpumem_otel.yielding.checksums import checksums
+    from gpumem_otel.yielding.copy.checksums import checksums
 
     checksums(torch, tensors[:1])
     started = time.perf_counter()

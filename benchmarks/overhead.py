@@ -37,9 +37,9 @@ import torch
 from torch import nn
 
 import gpumem_otel
-from gpumem_otel import lifecycle
 from gpumem_otel._version import __version__
-from gpumem_otel.core.pprof import gzip_bytes
+from gpumem_otel.api import lifecycle
+from gpumem_otel.profiles.pprof import gzip_bytes
 
 INTERVAL_SECONDS = 5.0
 SETTLE_SECONDS = 0.5

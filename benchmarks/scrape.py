@@ -21,10 +21,10 @@ from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from support import observations as obs
 
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.export.otel import Feed, register
-from gpumem_otel.export.prometheus import OPENMETRICS, TEXT, Exposition
-from gpumem_otel.export.table import Level, rows
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.metrics.otlp import Feed, register
+from gpumem_otel.metrics.prometheus import OPENMETRICS, TEXT, Exposition
+from gpumem_otel.metrics.table import Level, rows
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -28,7 +28,7 @@ from gpumem_otel._version import __version__
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpumem_otel.core.tensor_report import TensorInfo
+    from gpumem_otel.tensors.report import TensorInfo
 
 try:
     from pytorch_memlab import MemReporter

@@ -24,9 +24,9 @@ import torch
 from overhead import Job
 
 import gpumem_otel
-from gpumem_otel import lifecycle
 from gpumem_otel._version import __version__
-from gpumem_otel.core.model import ProfileKind
+from gpumem_otel.api import lifecycle
+from gpumem_otel.base.profile import ProfileKind
 
 if TYPE_CHECKING:
     from collections.abc import Callable

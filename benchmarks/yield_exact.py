@@ -338,9 +338,14 @@ class Yields(Way):
 
     def install(self) -> None:
         import gpumem_otel
-        from gpumem_otel import yields
-        from gpumem_otel.core.yields import OperationState, RestoreRequest, YieldLevel, YieldRequest
+        from gpumem_otel.api import yields
         from gpumem_otel.errors import YieldRefusedError
+        from gpumem_otel.yielding.values import (
+            OperationState,
+            RestoreRequest,
+            YieldLevel,
+            YieldRequest,
+        )
 
         class Told(jobs().Hooks):  # type: ignore[misc]
             def watch(self, *objects: Any, **named: Any) -> None:

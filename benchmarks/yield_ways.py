@@ -200,8 +200,8 @@ def measure_wide_link(rows: Rows) -> None:
 
     After all else: a first yield is of a process that has pinned nothing yet.
     """
-    from gpumem_otel.yielding.devices import CudaDevices
-    from gpumem_otel.yielding.hostmem import HostPool
+    from gpumem_otel.yielding.copy.devices import CudaDevices
+    from gpumem_otel.yielding.copy.host_memory import HostPool
 
     torch_ = rows.job.torch
     synchronize = torch_.cuda.synchronize

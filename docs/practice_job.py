@@ -13,15 +13,15 @@ import time
 
 import torch
 
-from gpumem_otel.capture.sources import TorchSource
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.yields import Found, Movable
-from gpumem_otel.options import resolve
-from gpumem_otel.ranks import identify
-from gpumem_otel.serve.control import ControlListener
+from gpumem_otel.capture.source import TorchSource
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.yielding.values import ScanResult, Candidate
+from gpumem_otel.settings.options import resolve
+from gpumem_otel.settings.identity import identify
+from gpumem_otel.yielding.control.listener import ControlListener
 from gpumem_otel.yielding.callbacks import Callbacks
-from gpumem_otel.yielding.safepoint import SafePoints
-from gpumem_otel.yieldparts import compose
+from gpumem_otel.yielding.engine.safepoint import SafePoints
+from gpumem_otel.yielding.wiring import compose
 
 nn = torch.nn
 model = nn.Sequential(nn.Linear(2048, 4096), nn.Tanh(), nn.Linear(4096, 2048))
@@ -40,22 +40,22 @@ def step() -> float:
 class Finder:
     """Says what of the job can go."""
 
-    def find(self, *, assume_private: bool) -> Found:  # noqa: ARG002 - nothing here is shared
+    def find(self, *, assume_private: bool) -> ScanResult:  # noqa: ARG002 - nothing here is shared
         tensors = [("input", batch)]
         for one in model.parameters():
             tensors += [("parameter", one), ("gradient", one.grad)]
             state = optimizer.state[one]
             tensors += [("optimizer_state", state[name]) for name in ("exp_avg", "exp_avg_sq")]
-        return Found(tuple(self.movable(*one) for one in tensors if one[1] is not None))
+        return ScanResult(tuple(self.movable(*one) for one in tensors if one[1] is not None))
 
-    def probable(self) -> tuple[Movable, ...]:
+    def probable(self) -> tuple[Candidate, ...]:
         return ()
 
     @staticmethod
-    def movable(tensor_class: str, tensor: torch.Tensor) -> Movable:
+    def movable(tensor_class: str, tensor: torch.Tensor) -> Candidate:
         storage = tensor.untyped_storage()
         size = storage.nbytes()
-        return Movable(storage, 0, storage.data_ptr(), size, size, 0, tensor_class)
+        return Candidate(storage, 0, storage.data_ptr(), size, size, 0, tensor_class)
 
 
 step()

@@ -12,6 +12,26 @@ Of a snapshot file, on any machine:
 from __future__ import annotations
 
 from gpumem_otel._version import __version__
+from gpumem_otel.api.lifecycle import install, participant, step, uninstall, watch
+from gpumem_otel.api.line_profiler import (
+    LineProfiler,
+    line_profiler,
+    profile,
+    profile_every,
+    set_target_gpu,
+)
+from gpumem_otel.api.notebook import load_ipython_extension, unload_ipython_extension
+from gpumem_otel.api.regions import region
+from gpumem_otel.api.snapshots import load_snapshot
+from gpumem_otel.api.tensors import holders, release_traceback, report
+from gpumem_otel.api.yields import (
+    Courtesy,
+    restore,
+    yield_callbacks,
+    yield_memory,
+    yield_on_stop_signal,
+    yielded,
+)
 from gpumem_otel.errors import (
     CaptureError,
     ConfigError,
@@ -25,26 +45,6 @@ from gpumem_otel.errors import (
     SnapshotError,
     YieldFailedError,
     YieldRefusedError,
-)
-from gpumem_otel.inspection import holders, release_traceback, report
-from gpumem_otel.lifecycle import install, participant, step, uninstall, watch
-from gpumem_otel.notebook import load_ipython_extension, unload_ipython_extension
-from gpumem_otel.offline import load_snapshot
-from gpumem_otel.profiling import (
-    LineProfiler,
-    line_profiler,
-    profile,
-    profile_every,
-    set_target_gpu,
-)
-from gpumem_otel.regions import region
-from gpumem_otel.yields import (
-    Courtesy,
-    restore,
-    yield_callbacks,
-    yield_memory,
-    yield_on_stop_signal,
-    yielded,
 )
 
 __all__ = [

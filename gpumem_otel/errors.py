@@ -21,23 +21,6 @@ and goes on. Messages are one line: the thing, the reason, the way out.
 
 from __future__ import annotations
 
-__all__ = [
-    "BusyError",
-    "CaptureError",
-    "ConfigError",
-    "EncodeError",
-    "GpumemError",
-    "MissingPackageError",
-    "NoHistoryError",
-    "PageError",
-    "PushError",
-    "ServeError",
-    "SnapshotError",
-    "SpoolError",
-    "YieldFailedError",
-    "YieldRefusedError",
-]
-
 
 class GpumemError(Exception):
     """Base of all errors of this package."""

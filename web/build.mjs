@@ -1,5 +1,5 @@
 // Builds the page: one HTML file with its script and style inside, and a policy that allows these
-// two and nothing else. What the page shows is put in later, by gpumem_otel/page.py.
+// two and nothing else. What the page shows is put in later, by gpumem_otel/page/html.py.
 //
 //     node build.mjs [OUT.html] [--sources HASH]
 

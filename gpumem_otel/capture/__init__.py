@@ -1,1 +1,1 @@
-"""Touches torch, inside the job; torch itself is imported by nobody but the job."""
+"""The live source inside a job: recorder, windows, steps, frame names, device statistics."""

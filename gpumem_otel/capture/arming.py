@@ -11,14 +11,12 @@ import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-from gpumem_otel.logs import named_logger
+from gpumem_otel.base.logs import named_logger
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-
-__all__ = ["Arming"]
 
 _log = named_logger("gpumem_otel.capture")
 

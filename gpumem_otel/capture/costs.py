@@ -8,11 +8,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gpumem_otel.core.counters import Counters
-    from gpumem_otel.core.model import HeapProfile
-    from gpumem_otel.core.ports import Reading
-
-__all__ = ["Costs", "devices_of", "with_comments"]
+    from gpumem_otel.base.counters import Counters
+    from gpumem_otel.base.profile import HeapProfile
+    from gpumem_otel.snapshot.reading import Reading
 
 
 class Costs:

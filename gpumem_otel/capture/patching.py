@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Patch"]
-
 
 class Patch:
     """Keeps the object that it replaced, and restores exactly that.

@@ -11,8 +11,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["main", "probe"]
-
 
 def probe() -> dict[str, object]:
     """Facts about torch and its devices; missing keys were not reached.

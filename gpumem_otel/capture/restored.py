@@ -19,25 +19,42 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol, TypeAlias
 
-from gpumem_otel.capture.storages import WeakStorage, address_of
-from gpumem_otel.logs import named_logger
+from gpumem_otel.base.logs import named_logger
+from gpumem_otel.capture.objects.storages import WeakStorage, address_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Iterator, Sequence
 
-    from gpumem_otel.capture.tensors import TensorTable
-    from gpumem_otel.core.ports import Pause
-    from gpumem_otel.core.rawform import RawEvent, RawFrame, RawSegment
-    from gpumem_otel.core.yields import Movable
-
-__all__ = ["Entries", "Origin", "Replaced", "Restored"]
+    from gpumem_otel.base.protocols import Pause
+    from gpumem_otel.capture.tensor_table import TensorTable
+    from gpumem_otel.snapshot.torch_format import RawEvent, RawFrame, RawSegment
 
 _log = named_logger("gpumem_otel.capture")
 
 _ITEMS_PER_PAUSE: Final = 32
 _FREES: Final = frozenset({"free_requested", "free_completed"})
+
+
+class MovedStorage(Protocol):
+    """A storage that a yield has moved.
+
+    Attributes:
+        storage: the `torch.UntypedStorage`.
+        size_bytes: of the storage.
+        frames: who allocated it first, as torch recorded it, leaf first; () where nobody knows.
+        root: named root of memory without frames, "" where none is known.
+    """
+
+    @property
+    def storage(self) -> Any: ...  # noqa: D102 - above
+    @property
+    def size_bytes(self) -> int: ...  # noqa: D102
+    @property
+    def frames(self) -> Sequence[Any]: ...  # noqa: D102
+    @property
+    def root(self) -> str: ...  # noqa: D102
 
 
 class Origin(NamedTuple):
@@ -95,32 +112,32 @@ class Restored:
     # who restores
 
     @contextmanager
-    def placing(self, movable: Movable, restored_in: str) -> Iterator[None]:
+    def placing(self, moved: MovedStorage, restored_in: str) -> Iterator[None]:
         """Within, this storage is given memory again; what is done within is all that raises.
 
         Snapshots wait for it: none shows memory of which it is not known whose it is.
 
         Args:
-            movable: the storage.
+            moved: the storage.
             restored_in: the file of the code that allocates, as frames name it.
         """
         with self.lock:
             yield
-            self._note(movable, restored_in)
+            self._note(moved, restored_in)
 
-    def _note(self, movable: Movable, restored_in: str) -> None:
+    def _note(self, moved: MovedStorage, restored_in: str) -> None:
         try:
-            storage = movable.storage
+            storage = moved.storage
             weak = WeakStorage.of(storage)
             address = address_of(storage)
             if address:
                 self._entries[address] = Origin(
-                    movable.frames, movable.root, movable.size_bytes, weak, restored_in
+                    moved.frames, moved.root, moved.size_bytes, weak, restored_in
                 )
         except Exception:
             self._say()
 
-    def settled(self, movables: Collection[Movable]) -> None:
+    def settled(self, movables: Collection[MovedStorage]) -> None:
         """These storages have other addresses than before, or none. Never raises."""
         try:
             addresses = {

@@ -11,16 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from gpumem_otel.core.frames import BACKWARD, BEFORE_INSTALL, NO_PYTHON_FRAME
-from gpumem_otel.core.ports import no_pause
+from gpumem_otel.base.protocols import no_pause
+from gpumem_otel.snapshot.stacks import BACKWARD, BEFORE_INSTALL, NO_PYTHON_FRAME
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from gpumem_otel.capture.pacer import Pacer
-    from gpumem_otel.core.ports import Pause, StacklessRule
-
-__all__ = ["Roots", "StacklessRoots", "autograd_has_threads"]
+    from gpumem_otel.base.protocols import Pause, StacklessRule
+    from gpumem_otel.capture.gil_pacing import Pacer
 
 _BLOCKS_PER_PAUSE: Final = 32
 _THREADS: Final = Path("/proc/self/task")

@@ -17,14 +17,12 @@ import weakref
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
-from gpumem_otel.core.model import StepStats
-from gpumem_otel.logs import named_logger
+from gpumem_otel.base.logs import named_logger
+from gpumem_otel.base.profile import StepStats
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from types import FrameType
-
-__all__ = ["StepCounter"]
 
 _log = named_logger("gpumem_otel.capture")
 

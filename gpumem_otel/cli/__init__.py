@@ -1,1 +1,1 @@
-"""The command line: one file per verb, a table of verbs."""
+"""The command line: one file a verb."""

@@ -16,9 +16,7 @@ from urllib.parse import urlsplit
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from gpumem_otel.config import Config, ServeConfig
-
-__all__ = ["MISSING", "OK", "PROBLEM", "Check", "run_all", "why_not_free"]
+    from gpumem_otel.settings.config import Config, ServeConfig
 
 OK = "ok"
 MISSING = "missing"
@@ -51,8 +49,7 @@ def run_all(
     environ: Mapping[str, str], *, torch_timeout_seconds: float, require_gpu: bool
 ) -> list[Check]:
     """All checks, in the order in which they are shown."""
-    from gpumem_otel.cli.checks_control import control
-    from gpumem_otel.options import resolve
+    from gpumem_otel.settings.options import resolve
 
     config = resolve(environ)
     return [
@@ -84,11 +81,11 @@ def _ours() -> Check:
 
 
 def _page() -> Check:
-    from gpumem_otel import page
     from gpumem_otel.errors import PageError
+    from gpumem_otel.page import html
 
     try:
-        page.require()
+        html.require()
     except PageError as error:
         return Check("page", MISSING, "flamegraph and timeline can not write pages", str(error))
     return Check("page", OK, "flamegraph and timeline write pages")
@@ -331,11 +328,11 @@ def _push_refusal(config: Config, environ: Mapping[str, str]) -> str:
     credentials, path), servers answer 200 and store nothing of it. Their /ready would say less,
     and an Alloy in front of them has none.
     """
-    from gpumem_otel.core import pprof
     from gpumem_otel.errors import PushError
-    from gpumem_otel.export.pyroscope import PyroscopeSink, series_labels
-    from gpumem_otel.export.transport import Transport
-    from gpumem_otel.ranks import identify
+    from gpumem_otel.profiles import pprof
+    from gpumem_otel.push.pyroscope import PyroscopeSink, series_labels
+    from gpumem_otel.push.transport import Transport
+    from gpumem_otel.settings.identity import identify
 
     transport = Transport(config.pyroscope, environ=environ)
     sink = PyroscopeSink(transport, config.pyroscope, lambda: identify(environ))
@@ -399,8 +396,7 @@ def _port(config: Config) -> Check:
 def _refused_files(serve: ServeConfig) -> str:
     """Why the listener would not take its token or TLS files, "" where it would."""
     from gpumem_otel.errors import ServeError
-    from gpumem_otel.serve.tls import server_context
-    from gpumem_otel.serve.tokens import Tokens
+    from gpumem_otel.serve.auth import Tokens, server_context
 
     try:
         Tokens(serve.token, serve.token_file)
@@ -426,3 +422,50 @@ def _run_dir(config: Config) -> Check:
             "run folder", PROBLEM, f"{folder}: {error.strerror}", "set GPUMEM_OTEL_RUN_DIR"
         )
     return Check("run folder", OK, f"{folder}, {count} entries")
+
+
+# What `doctor` says about the control listener.
+
+
+def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
+    """Whether commands would be taken, with the checks of the listener itself."""
+    from gpumem_otel.serve.guard import host_port
+    from gpumem_otel.settings.identity import identify
+    from gpumem_otel.yielding.control.listener import port_of, refusals
+
+    asked, run_dir = config.control, config.serve.run_dir
+    if not asked.enabled:
+        advice = "set GPUMEM_OTEL_CONTROL=1 for 'gpumem-otel ctl'"
+        return [Check("control", MISSING, "off: no commands to yield are taken", advice)]
+    if not config.enabled:
+        return [Check("control", MISSING, "GPUMEM_OTEL_DISABLED is set: no commands are taken")]
+    local_rank = identify(environ).local_rank
+    found = refusals(asked, run_dir=run_dir, local_rank=local_rank)
+    if asked.host and not found.port:
+        port = port_of(asked, local_rank)
+        reason = why_not_free(asked.host, port)
+        if reason:
+            found.port.append(f"{host_port(asked.host, port)}: {reason}")
+    if found.port or found.socket:
+        by_socket = bool(run_dir) and not found.socket
+        by_port = bool(asked.host) and not found.port
+        return [
+            *(_refused("over TCP ", line, _else(by_socket, "the socket")) for line in found.port),
+            *(_refused("", line, _else(by_port, "the port")) for line in found.socket),
+        ]
+    where = [f"a socket in {run_dir}"] if run_dir else []
+    if asked.host:
+        scheme = "https" if asked.tls_cert_file else "http"
+        where.append(f"{scheme}://{host_port(asked.host, asked.port or '(any free port)')}")
+    inherited = bool(asked.host and asked.token)
+    advice = "GPUMEM_OTEL_CONTROL_TOKEN is inherited by every child process: use a token file"
+    detail = f"takes commands at {' and '.join(where)}"
+    return [Check("control", OK, detail, advice if inherited else "")]
+
+
+def _refused(door: str, line: str, advice: str) -> Check:
+    return Check("control", PROBLEM, f"{door}would not start, because: {line}", advice)
+
+
+def _else(other: bool, name: str) -> str:
+    return f"{name} takes commands all the same" if other else "no commands are taken"

@@ -17,29 +17,10 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-    from gpumem_otel.core.model import ProfileKind
-    from gpumem_otel.core.opened import Opened
-    from gpumem_otel.core.ports import FrameNamer
-    from gpumem_otel.core.snapshot import Snapshot
-
-__all__ = [
-    "ROWS",
-    "STDIN_NAME",
-    "CommandFailed",
-    "environ",
-    "keep_inputs",
-    "load",
-    "name_of",
-    "namer_for",
-    "open_source",
-    "pick_devices",
-    "print_json",
-    "progress",
-    "read_bytes",
-    "warn",
-    "warn_about",
-    "write_output",
-]
+    from gpumem_otel.base.profile import ProfileKind
+    from gpumem_otel.base.protocols import FrameNamer
+    from gpumem_otel.profiles.of_file import OpenedFile
+    from gpumem_otel.snapshot.snapshot import TorchSnapshot
 
 STDIN_NAME = "<stdin>"
 
@@ -58,14 +39,14 @@ class CommandFailed(click.ClickException):
 
 def environ() -> Mapping[str, str]:
     """The environment of the command line."""
-    from gpumem_otel.config import process_environ
+    from gpumem_otel.settings.config import process_environ
 
     return process_environ()
 
 
 def warn(message: str) -> None:
     """One line on stderr about something that does not stop the work."""
-    from gpumem_otel.core.text import printable
+    from gpumem_otel.base.text import printable
 
     click.echo(f"gpumem-otel: warning: {printable(' '.join(message.split()))}", err=True)
 
@@ -92,8 +73,8 @@ def read_bytes(path: str) -> bytes:
     Raises:
         SnapshotError: it can not be read, or is none of these.
     """
-    from gpumem_otel.core.fileform import read_all
     from gpumem_otel.errors import SnapshotError
+    from gpumem_otel.snapshot.load import read_all
 
     if path != "-":
         return read_all(path, path, pprof=True)[0]
@@ -107,7 +88,7 @@ def name_of(path: str) -> str:
     return STDIN_NAME if path == "-" else path
 
 
-def load(path: str) -> Snapshot:
+def load(path: str) -> TorchSnapshot:
     """Read a snapshot, or the last one of a recording; `-` is standard input.
 
     Raises:
@@ -116,13 +97,13 @@ def load(path: str) -> Snapshot:
     return open_source(path).snapshot
 
 
-def open_source(path: str) -> Opened:
+def open_source(path: str) -> OpenedFile:
     """Read a snapshot or recording; `-` is standard input.
 
     Raises:
         SnapshotError: it can not be read.
     """
-    from gpumem_otel.core.opened import open_bytes
+    from gpumem_otel.profiles.of_file import open_bytes
 
     _collect_no_garbage()
     with progress(f"reading {path}"):
@@ -131,7 +112,7 @@ def open_source(path: str) -> Opened:
             return open_bytes(data, name_of(path))
 
 
-def warn_about(opened: Opened, kind: ProfileKind) -> None:
+def warn_about(opened: OpenedFile, kind: ProfileKind) -> None:
     """Say what a reader of profiles of this kind should know."""
     for warning in opened.warnings_of(kind):
         warn(f"{opened.snapshot.source}: {warning}")
@@ -153,7 +134,7 @@ def _pprof_said(data: bytes) -> Iterator[None]:
     try:
         yield
     except SnapshotError as error:
-        from gpumem_otel.core import pprof
+        from gpumem_otel.profiles import pprof
 
         if len(data) > _PPROF_BYTES:
             raise
@@ -167,14 +148,14 @@ def _pprof_said(data: bytes) -> Iterator[None]:
         raise SnapshotError(error.source, reason) from None
 
 
-def namer_for(snapshot: Snapshot) -> FrameNamer:
+def namer_for(snapshot: TorchSnapshot) -> FrameNamer:
     """Recordings carry final names; plain files give `file.py:function`."""
-    from gpumem_otel.core import frames
+    from gpumem_otel.snapshot import stacks
 
-    return frames.identity_namer if snapshot.resolved else frames.file_function_namer
+    return stacks.identity_namer if snapshot.resolved else stacks.file_function_namer
 
 
-def pick_devices(snapshot: Snapshot, device: int | None) -> tuple[int, ...]:
+def pick_devices(snapshot: TorchSnapshot, device: int | None) -> tuple[int, ...]:
     """All devices of the snapshot, or the one asked for.
 
     Raises:

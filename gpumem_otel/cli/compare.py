@@ -11,12 +11,10 @@ from gpumem_otel.cli.common import ROWS, CommandFailed, open_source, print_json,
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gpumem_otel.core.compare import Category, Comparison, SegmentComparison, StackChange
-    from gpumem_otel.core.model import HeapProfile, ProfileKind, Segment
-    from gpumem_otel.core.opened import Opened
-    from gpumem_otel.core.snapshot import Snapshot
-
-__all__ = ["command"]
+    from gpumem_otel.base.profile import HeapProfile, ProfileKind, Segment
+    from gpumem_otel.profiles.compare import Category, Comparison, SegmentComparison, StackChange
+    from gpumem_otel.profiles.of_file import OpenedFile
+    from gpumem_otel.snapshot.snapshot import TorchSnapshot
 
 _EPILOG = """\b
 Examples:
@@ -78,7 +76,7 @@ def command(
 
     The categories add up to the difference of the totals. That nothing changed is no failure.
     """
-    from gpumem_otel.core.model import ProfileKind
+    from gpumem_otel.base.profile import ProfileKind
 
     if before == after == "-":
         raise click.UsageError("only one of BEFORE and AFTER can be standard input")
@@ -113,11 +111,11 @@ def command(
         _print(pair, comparison, chosen, number or _SHOWN, frames)
 
 
-def _warnings(opened: Sequence[Opened], kind: ProfileKind) -> list[str]:
+def _warnings(opened: Sequence[OpenedFile], kind: ProfileKind) -> list[str]:
     return [f"{one.snapshot.source}: {told}" for one in opened for told in one.warnings_of(kind)]
 
 
-def _pairs(before: Snapshot, after: Snapshot, device: int | None) -> list[_Pair]:
+def _pairs(before: TorchSnapshot, after: TorchSnapshot, device: int | None) -> list[_Pair]:
     """Which devices to compare.
 
     Raises:
@@ -142,7 +140,7 @@ def _pairs(before: Snapshot, after: Snapshot, device: int | None) -> list[_Pair]
 
 
 def _profiles(
-    opened: Opened, devices: Sequence[int | None], kind: ProfileKind
+    opened: OpenedFile, devices: Sequence[int | None], kind: ProfileKind
 ) -> dict[int, HeapProfile]:
     """Of a file; devices without the events that the kind needs are left out.
 
@@ -164,8 +162,8 @@ def _comparison(
     *,
     exact_lines: bool,
 ) -> Comparison:
-    from gpumem_otel.core.compare import compare_profiles
-    from gpumem_otel.core.model import HeapProfile
+    from gpumem_otel.base.profile import HeapProfile
+    from gpumem_otel.profiles.compare import compare_profiles
 
     def of(profiles: Mapping[int, HeapProfile], device: int | None) -> HeapProfile:
         none = HeapProfile(kind, -1, ())
@@ -191,7 +189,7 @@ def _name(pair: _Pair) -> str:
 
 
 def _signed(size_bytes: int) -> str:
-    from gpumem_otel.core.text import human_bytes
+    from gpumem_otel.base.text import human_bytes
 
     return f"{'+' if size_bytes > 0 else ''}{human_bytes(size_bytes)}"
 
@@ -199,9 +197,9 @@ def _signed(size_bytes: int) -> str:
 def _print(
     pair: _Pair, comparison: Comparison, kind: ProfileKind, number: int, frames: int
 ) -> None:
-    from gpumem_otel.core.model import Sizes
-    from gpumem_otel.core.stack_text import more, short_stack
-    from gpumem_otel.core.text import human_bytes, table
+    from gpumem_otel.base.profile import Sizes
+    from gpumem_otel.base.text import human_bytes, table
+    from gpumem_otel.profiles.stack_text import more, short_stack
 
     delta = comparison.after_bytes - comparison.before_bytes
     units = " (requested bytes)" if comparison.sizes is Sizes.REQUESTED else ""
@@ -278,10 +276,14 @@ def _change_form(change: StackChange) -> dict[str, object]:
 
 
 def _by_segment(
-    opened: tuple[Opened, Opened], pairs: Sequence[_Pair], number: int | None, *, as_json: bool
+    opened: tuple[OpenedFile, OpenedFile],
+    pairs: Sequence[_Pair],
+    number: int | None,
+    *,
+    as_json: bool,
 ) -> None:
-    from gpumem_otel.core.compare import compare_segments
-    from gpumem_otel.core.model import ProfileKind
+    from gpumem_otel.base.profile import ProfileKind
+    from gpumem_otel.profiles.compare import compare_segments
 
     before, after = opened[0].snapshot, opened[1].snapshot
     found = [
@@ -304,8 +306,8 @@ def _by_segment(
 
 
 def _print_segments(pair: _Pair, comparison: SegmentComparison, number: int) -> None:
-    from gpumem_otel.core.stack_text import count_of, more
-    from gpumem_otel.core.text import human_bytes
+    from gpumem_otel.base.text import human_bytes
+    from gpumem_otel.profiles.stack_text import count_of, more
 
     first, second = comparison.only_before, comparison.only_after
     both = sum(after.size_bytes for _, after in comparison.both)
@@ -327,9 +329,9 @@ def _print_segments(pair: _Pair, comparison: SegmentComparison, number: int) -> 
 
 
 def _segment_line(segment: Segment) -> str:
-    from gpumem_otel.core.labels import pool_name
-    from gpumem_otel.core.layout import allocated_in
-    from gpumem_otel.core.text import human_bytes, printable
+    from gpumem_otel.base.text import human_bytes, printable
+    from gpumem_otel.snapshot.labels import pool_name
+    from gpumem_otel.snapshot.layout import allocated_in
 
     return (
         f"{segment.address:#x}  {human_bytes(segment.size_bytes):>10}  "
@@ -357,7 +359,7 @@ def _segments_form(pair: _Pair, comparison: SegmentComparison) -> dict[str, obje
 
 
 def _segment_form(segment: Segment) -> dict[str, object]:
-    from gpumem_otel.core.layout import allocated_in
+    from gpumem_otel.snapshot.layout import allocated_in
 
     return {
         "address": segment.address,

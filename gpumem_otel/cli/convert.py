@@ -20,9 +20,7 @@ from gpumem_otel.cli.common import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpumem_otel.core.model import HeapProfile, ProfileKind
-
-__all__ = ["command"]
+    from gpumem_otel.base.profile import HeapProfile, ProfileKind
 
 _EPILOG = """\b
 Examples:
@@ -62,7 +60,7 @@ snapshots of torch 2.14 and newer, recorded with record_pinned_host_memory=True.
 )
 def command(source: str, output: str, kind: str, device: int | None, form: str) -> None:
     """Turn the snapshot or recording IN into a profile."""
-    from gpumem_otel.core.model import ProfileKind as Kind
+    from gpumem_otel.base.profile import ProfileKind as Kind
 
     keep_inputs(output, source)
     opened = open_source(source)
@@ -75,17 +73,17 @@ def command(source: str, output: str, kind: str, device: int | None, form: str) 
 
 def _bytes(profiles: Sequence[HeapProfile], form: str, kind: ProfileKind, source: str) -> bytes:
     if form == "folded":
-        from gpumem_otel.core import folded
+        from gpumem_otel.profiles import folded
 
         return folded.folded_text(profiles).encode("utf-8", "replace")
     if form == "json":
-        from gpumem_otel.core import folded
+        from gpumem_otel.profiles import folded
 
         forms = {"profiles": [folded.json_form(profile) for profile in profiles]}
         return (json.dumps(forms, indent=1) + "\n").encode()
     if form == "speedscope":
         from gpumem_otel._version import __version__
-        from gpumem_otel.core.speedscope import speedscope_form
+        from gpumem_otel.profiles.folded import speedscope_form
 
         found = speedscope_form(
             profiles,
@@ -94,6 +92,6 @@ def _bytes(profiles: Sequence[HeapProfile], form: str, kind: ProfileKind, source
             kind=kind,
         )
         return (json.dumps(found, separators=(",", ":")) + "\n").encode()
-    from gpumem_otel.core import pprof
+    from gpumem_otel.profiles import pprof
 
     return pprof.gzip_bytes(pprof.encode(profiles, device_labels={}, kind=kind))

@@ -6,20 +6,88 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
+from gpumem_otel.base.profile import DeviceStats, DeviceTotals, Identity, SourceStatus, StepStats
 from gpumem_otel.cli.common import environ, print_json, warn
+from gpumem_otel.metrics.observation import Observation
+from gpumem_otel.metrics.table import rows
+from gpumem_otel.metrics.values import DEFAULT_POOL, PRIVATE_POOLS_SHOWN
+from gpumem_otel.snapshot.tensor_classes import TensorClass
+from gpumem_otel.yielding.values import RESIDUAL_CAUSES, YieldStatus
 
 if TYPE_CHECKING:
-    from gpumem_otel.config import Config
+    from gpumem_otel.metrics.table import Level
+    from gpumem_otel.settings.config import Config
 
-__all__ = [
-    "BYTES_PER_SAMPLE",
-    "PROFILE_BYTES",
-    "SCRAPE_SERIES",
-    "Row",
-    "Wanted",
-    "command",
-    "estimate",
-]
+# How many series one process exports, counted by the METRICS table itself.
+
+
+def series_of_a_rank(
+    level: Level, devices: int, kinds: tuple[str, ...], *, can_yield: bool = False
+) -> int:
+    """Series that one process exports at most, every other feature on.
+
+    Args:
+        level: how many metrics there are.
+        devices: that the process uses.
+        kinds: of the profiles that it pushes.
+        can_yield: whether it takes commands to yield.
+    """
+    return sum(1 for _ in rows(_everything(devices, kinds, can_yield=can_yield), level))
+
+
+def _everything(devices: int, kinds: tuple[str, ...], *, can_yield: bool) -> Observation:
+    """One process of a larger job that shows every row of the table."""
+    on = tuple(range(devices))
+    # the default pool, those shown by name, and one for `other`
+    pools = {DEFAULT_POOL: 1} | {(0, n + 1): 1 for n in range(PRIVATE_POOLS_SHOWN + 1)}
+    return Observation(
+        identity=Identity(
+            service_name="", world_size=2, device_uuids={device: f"GPU-{device}" for device in on}
+        ),
+        status=SourceStatus(armed=True, supported=True, devices=on),
+        time_ns=0,
+        devices=tuple(
+            DeviceStats(
+                device=device,
+                allocated_bytes=1,
+                requested_bytes=1,
+                active_bytes=1,
+                reserved_bytes=1,
+                limit_bytes=1,
+                device_total_bytes=1,
+                device_used_bytes=1,
+                process_used_bytes=1,
+                host_pinned_bytes=1,
+            )
+            for device in on
+        ),
+        books={
+            device: DeviceTotals(
+                device=device,
+                reserved_bytes=1,
+                allocated_bytes=1,
+                active_bytes=1,
+                requested_bytes=1,
+                segments=1,
+                blocks=1,
+                free_segment_bytes=0,
+                split_remainder_bytes=0,
+                pending_free_bytes=0,
+                private_pool_free_bytes=0,
+                bytes_without_stack=0,
+                history=True,
+                pool_reserved_bytes=pools,
+            )
+            for device in on
+        },
+        classes={device: dict.fromkeys((one.value for one in TensorClass), 1) for device in on},
+        steps=StepStats(steps=1, last_step_time_ns=1, floor_bytes=dict.fromkeys(on, 1)),
+        counters={("last_push_timestamp_seconds", (("kind", kind),)): 1.0 for kind in kinds},
+        yields=YieldStatus(lease_expiry_ns=1, residual_bytes=dict.fromkeys(RESIDUAL_CAUSES, 1))
+        if can_yield
+        else None,
+    )
+
 
 BYTES_PER_SAMPLE = 2
 """On the disk of a Prometheus, whose documentation says 1 to 2.
@@ -47,7 +115,7 @@ What is not said here is taken from the environment variables, as a job would ta
 """
 
 
-class Wanted(NamedTuple):
+class CostQuestion(NamedTuple):
     """What was asked for on the command line; None: as the settings say."""
 
     ranks: int
@@ -58,7 +126,7 @@ class Wanted(NamedTuple):
     profile_bytes: int = PROFILE_BYTES
 
 
-class Row(NamedTuple):
+class CostRow(NamedTuple):
     """One line of the answer; `per_second` counts samples, or profiles."""
 
     series: int
@@ -118,10 +186,10 @@ def command(
     as_json: bool,
 ) -> None:
     """Print how many series and bytes the metrics and profiles of a job come to."""
-    from gpumem_otel.options import resolve
+    from gpumem_otel.settings.options import resolve
 
     config = resolve(environ())
-    wanted = Wanted(
+    wanted = CostQuestion(
         ranks, devices_per_rank, metrics_level, scrape_interval, profile_interval, profile_bytes
     )
     metrics, profiles, assumptions = estimate(config, wanted)
@@ -142,11 +210,10 @@ def command(
     _print(wanted, metrics, profiles, assumptions)
 
 
-def estimate(config: Config, wanted: Wanted) -> tuple[Row, Row, list[str]]:
+def estimate(config: Config, wanted: CostQuestion) -> tuple[CostRow, CostRow, list[str]]:
     """Metrics, profiles, and what was assumed of them, a sentence each."""
-    from gpumem_otel.cli.cost_series import series_of_a_rank
-    from gpumem_otel.export.schedule import stretch
-    from gpumem_otel.export.table import Level
+    from gpumem_otel.metrics.table import Level
+    from gpumem_otel.push.schedule import stretch
 
     kinds = config.profiles.kinds
     level = Level(wanted.metrics_level or config.metrics.level)
@@ -157,7 +224,7 @@ def estimate(config: Config, wanted: Wanted) -> tuple[Row, Row, list[str]]:
     of_scrape = 0 if only_otlp else SCRAPE_SERIES
     every = config.metrics.otlp_interval_seconds if only_otlp else wanted.scrape_interval or 15.0
     series = wanted.ranks * (own + of_scrape)
-    metrics = Row(series, every, series / every, series / every * BYTES_PER_SAMPLE)
+    metrics = CostRow(series, every, series / every, series / every * BYTES_PER_SAMPLE)
     way = "sent over OTLP" if only_otlp else f"scraped, and {SCRAPE_SERIES} about each scrape"
     assumptions = [
         f"metrics: level {level.value}, at most {own} series a rank, {way}",
@@ -175,7 +242,7 @@ def estimate(config: Config, wanted: Wanted) -> tuple[Row, Row, list[str]]:
     budget = config.profiles.job_push_bytes_per_second
     spread = stretch(asked, a_round * wanted.profile_bytes / budget)
     sent = a_round / spread
-    profiles = Row(a_round * _SAMPLE_TYPES, spread, sent, sent * wanted.profile_bytes)
+    profiles = CostRow(a_round * _SAMPLE_TYPES, spread, sent, sent * wanted.profile_bytes)
     measured = (
         " a push (measured: 200 stacks)" if wanted.profile_bytes == PROFILE_BYTES else " a push"
     )
@@ -198,7 +265,7 @@ def estimate(config: Config, wanted: Wanted) -> tuple[Row, Row, list[str]]:
     return metrics, profiles, assumptions
 
 
-def _form(row: Row, per_second: str) -> dict[str, float]:
+def _form(row: CostRow, per_second: str) -> dict[str, float]:
     return {
         "series": row.series,
         "interval_seconds": row.interval_seconds,
@@ -208,7 +275,9 @@ def _form(row: Row, per_second: str) -> dict[str, float]:
     }
 
 
-def _print(wanted: Wanted, metrics: Row, profiles: Row, assumptions: list[str]) -> None:
+def _print(
+    wanted: CostQuestion, metrics: CostRow, profiles: CostRow, assumptions: list[str]
+) -> None:
     devices = f"{wanted.devices_per_rank} device" + "s" * (wanted.devices_per_rank > 1)
     ranks = f"{wanted.ranks:,} rank" + "s" * (wanted.ranks > 1)
     click.echo(f"{ranks}, {devices} each")

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from gpumem_otel.cli.checks import Check
 
-__all__ = ["command"]
-
 _EPILOG = """\b
 Examples:
   gpumem-otel doctor

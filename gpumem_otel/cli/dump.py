@@ -9,9 +9,7 @@ import click
 from gpumem_otel.cli.common import keep_inputs, name_of, progress, read_bytes, warn, write_output
 
 if TYPE_CHECKING:
-    from gpumem_otel.core.record_values import Recording
-
-__all__ = ["command"]
+    from gpumem_otel.recording.format import Recording
 
 _EPILOG = """\b
 Examples:
@@ -38,15 +36,16 @@ comes out as the plain pickle that PyTorch's own tools need.
 )
 def command(source: str, output: str, at: str) -> None:
     """Turn the recording IN into a snapshot pickle that memory_viz reads."""
-    from gpumem_otel.core import dumpform, fileform
-    from gpumem_otel.core.recording import load_recording
-    from gpumem_otel.core.snapshot import raw_or_recording
+    from gpumem_otel.profiles.of_file import raw_or_recording
+    from gpumem_otel.recording import torch_dump
+    from gpumem_otel.recording.writer import load_recording
+    from gpumem_otel.snapshot import load
 
     keep_inputs(output, source)
     name = name_of(source)
     with progress(f"reading {source}"):
         raw = raw_or_recording(read_bytes(source), name)
-        if isinstance(raw, fileform.Recording):
+        if isinstance(raw, load.RecordingBytes):
             recording = load_recording(raw.data, name=name)
             form, warnings = _recorded(recording, at)
         elif at != "last":
@@ -54,16 +53,16 @@ def command(source: str, output: str, at: str) -> None:
                 f"{name} is a snapshot, only recordings have readings", param_hint="'--at'"
             )
         else:
-            form, warnings = dumpform.plain_snapshot(raw), ()
+            form, warnings = torch_dump.plain_snapshot(raw), ()
     for warning in warnings:
         warn(f"{name}: {warning}")
     with progress(f"writing {output}"):
-        write_output(output, dumpform.dumped(form, name))
+        write_output(output, torch_dump.dumped(form, name))
 
 
 def _recorded(recording: Recording, at: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    from gpumem_otel.core import dumpform
     from gpumem_otel.errors import SnapshotError
+    from gpumem_otel.recording import torch_dump
 
     count = len(recording.readings)
     if not count:
@@ -74,5 +73,5 @@ def _recorded(recording: Recording, at: str) -> tuple[dict[str, Any], tuple[str,
             f"{at!r} is no reading of {recording.source}: 1 to {count}, or last",
             param_hint="'--at'",
         )
-    form, warnings = dumpform.recorded_snapshot(recording, number - 1)
+    form, warnings = torch_dump.recorded_snapshot(recording, number - 1)
     return form, (*recording.warnings, *warnings)

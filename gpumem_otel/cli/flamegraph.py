@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import click
 
-__all__ = ["command"]
-
 _EPILOG = """\b
 Examples:
   gpumem-otel flamegraph snapshot.pickle
@@ -47,8 +45,8 @@ def command(
     device: int | None,
 ) -> None:
     """Write a page with flame graphs of the snapshot or recording IN, or of what changed."""
+    from gpumem_otel.base.profile import ProfileKind
     from gpumem_otel.cli.pages import write_page
-    from gpumem_otel.core.model import ProfileKind
 
     if second is not None:
         if before is not None:

@@ -13,19 +13,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from gpumem_otel.config import Config
-
-__all__ = [
-    "PYTHON_IGNORES",
-    "CommandNotExecutable",
-    "CommandNotFound",
-    "check_settings",
-    "child_environ",
-    "find_command",
-    "job_options",
-    "not_started",
-    "site_hook_folder",
-]
+    from gpumem_otel.settings.config import Config
 
 _F = TypeVar("_F", bound="Callable[..., object]")
 
@@ -133,7 +121,7 @@ def check_settings(base: Mapping[str, str], environ: Mapping[str, str]) -> Confi
     Raises:
         click.UsageError: the option of a variable that we set can not be used.
     """
-    from gpumem_otel.options import resolve
+    from gpumem_otel.settings.options import resolve
 
     options = {variable: option for option, variable in _VARIABLES.items()}
     config = resolve(environ)

@@ -21,8 +21,6 @@ from gpumem_otel.errors import ConfigError, GpumemError, SnapshotError
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["VERBS", "Verb", "cli", "main"]
-
 PROGRAM = "gpumem-otel"
 
 _READER_GONE = 141
@@ -38,7 +36,7 @@ class Verb(NamedTuple):
 
 
 VERBS: tuple[Verb, ...] = (
-    Verb("demo", "demo", "Show everything at work, with or without a GPU."),
+    Verb("demo", "demo.command", "Show everything at work, with or without a GPU."),
     Verb("run", "run", "Run a training command with GPU memory export, no code change."),
     Verb("record", "record", "Run a training command and record its GPU memory to a file."),
     Verb("stats", "stats", "Print what a snapshot or recording says about each device."),
@@ -52,7 +50,7 @@ VERBS: tuple[Verb, ...] = (
     Verb("dump", "dump", "Turn a recording into a snapshot pickle that memory_viz reads."),
     Verb("push", "push", "Send a snapshot, recording or pprof file to Pyroscope."),
     Verb("sd", "sd", "Print Prometheus targets of the jobs on this machine (file_sd)."),
-    Verb("ctl", "ctl", "Ask running jobs to give GPU memory back, and to take it again."),
+    Verb("ctl", "ctl.command", "Ask running jobs to give GPU memory back, and to take it again."),
     Verb("cost", "cost", "Print what a job of this size costs in series and bytes."),
     Verb("doctor", "doctor", "Say what works here, and what to do about what does not."),
 )
@@ -107,7 +105,7 @@ def cli() -> None:
 
 def _say(message: str) -> None:
     """One line on stderr, whatever the message holds; a closed stderr is nobody's fault."""
-    from gpumem_otel.core.text import printable
+    from gpumem_otel.base.text import printable
 
     with suppress(OSError):
         click.echo(f"{PROGRAM}: error: {printable(' '.join(message.split()))}", err=True)

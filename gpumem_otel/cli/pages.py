@@ -18,9 +18,7 @@ from gpumem_otel.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from gpumem_otel.core.model import ProfileKind
-
-__all__ = ["default_output", "write_page"]
+    from gpumem_otel.base.profile import ProfileKind
 
 _SUFFIXES = (".gz", ".pickle", ".pkl", ".json", ".gpumem")
 
@@ -53,12 +51,12 @@ def write_page(
         CommandFailed: the page can not be written.
         click.UsageError: both inputs are standard input.
     """
-    from gpumem_otel import page
-    from gpumem_otel.core.model import ProfileKind
+    from gpumem_otel.base.profile import ProfileKind
+    from gpumem_otel.page import html
 
     if source == "-" and before == "-":
         raise click.UsageError("only one input can be standard input")
-    page.require()  # before a large file is read in vain
+    html.require()  # before a large file is read in vain
     target = output or default_output(source, verb)
     keep_inputs(target, source, before)
     earlier = None if before is None else open_source(before)
@@ -66,7 +64,7 @@ def write_page(
     if device is not None:
         pick_devices(opened.snapshot, device)
     with progress(f"writing {target}"):
-        text = page.file_html(opened, before=earlier, device=device, view=view, kind=kind)
+        text = html.file_html(opened, before=earlier, device=device, view=view, kind=kind)
         encoded = text.encode("ascii")
         write_output(target, encoded)
     if not opened.has(kind):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
-from gpumem_otel.cli import push_spool
 from gpumem_otel.cli.common import (
     CommandFailed,
     environ,
@@ -24,10 +24,119 @@ from gpumem_otel.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpumem_otel.config import Config
-    from gpumem_otel.core.snapshot import Snapshot
+    from gpumem_otel.profiles.pprof_reader import DecodedProfile
+    from gpumem_otel.push.pyroscope import PyroscopeSink
+    from gpumem_otel.push.spool import Spool
+    from gpumem_otel.settings.config import Config
+    from gpumem_otel.snapshot.snapshot import TorchSnapshot
 
-__all__ = ["command"]
+# Sending pprof files as they are, and all those that wait in the spool.
+
+_OLDEST_SECONDS = 3600 - 60
+"""validation.reject-older-than is 1 h; a minute for the way and for clocks."""
+_NEWEST_SECONDS = 600 - 60
+"""validation.reject-newer-than is 10 min."""
+_REFUSED = frozenset({"rejected", "too_large", "server_error"})
+"""The server's word on one profile, whatever it says of the next."""
+
+
+def usable_time_ns(time_ns: int) -> int:
+    """The profile's own time where the server takes it, else now."""
+    now = time.time_ns()
+    inside = now - _OLDEST_SECONDS * 10**9 < time_ns < now + _NEWEST_SECONDS * 10**9
+    return time_ns if inside else now
+
+
+def sendable(data: bytes, decoded: DecodedProfile) -> bytes:
+    """A pprof file's bytes, uncompressed and with a time that the server takes.
+
+    Args:
+        data: the file, gzip or not.
+        decoded: the same; so it is known to be whole and of bearable size.
+    """
+    import gzip
+
+    from gpumem_otel.profiles import protobuf_wire
+
+    raw = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+    time_ns = usable_time_ns(decoded.time_ns)
+    # of a field that comes twice the last one counts
+    return raw if time_ns == decoded.time_ns else raw + protobuf_wire.int_field(9, time_ns)
+
+
+def send_all(config: Config) -> None:
+    """Send every profile of the spool, the oldest first, and delete what is stored.
+
+    Raises:
+        CommandFailed: one could not be sent: it is still there, and where the server can not be
+            reached or refuses all, so are those after it.
+        SpoolError: the folder is not safe to use.
+    """
+    from gpumem_otel.push.pyroscope import PyroscopeSink
+    from gpumem_otel.push.spool import Spool
+    from gpumem_otel.push.transport import Transport
+    from gpumem_otel.settings.identity import identify
+
+    spool = Spool(config.spool_dir)
+    names = spool.waiting()
+    if not names:
+        click.echo(f"nothing waits in {spool.folder}")
+        return
+    base = environ()
+    who = identify(base, service_name=config.service_name)
+    transport = Transport(config.pyroscope, environ=base)
+    sink = PyroscopeSink(transport, config.pyroscope, lambda: who)
+    refused = 0
+    try:
+        for name in names:
+            refused += not _send_waiting(spool, name, sink, config)
+    finally:
+        transport.close()
+    if refused:
+        raise CommandFailed(f"{config.pyroscope.url}: {refused} of {len(names)} not pushed")
+
+
+def _send_waiting(spool: Spool, name: str, sink: PyroscopeSink, config: Config) -> bool:
+    """Send one; False where the server does not take this one."""
+    from gpumem_otel.base.text import human_bytes
+    from gpumem_otel.errors import EncodeError, PushError
+    from gpumem_otel.profiles import pprof
+    from gpumem_otel.push.spool import labels_of
+
+    path = f"{spool.folder}/{name}"
+    try:
+        data = spool.read(name)
+        decoded = pprof.decode(data)
+        total = decoded.total("inuse_space")
+    except FileNotFoundError:
+        return True  # another `push` has sent it
+    except EncodeError as error:
+        warn(f"{path}: no pprof, left where it is: {error}")
+        return True
+    except KeyError:
+        warn(f"{path}: not one of ours, left where it is: it holds no inuse_space")
+        return True
+    labels = labels_of(decoded.comments)
+    if not labels:
+        warn(f"{path}: not one of ours, left where it is: its comments name no rank")
+        return True
+    try:
+        sink.send(sendable(data, decoded), labels, config.pyroscope.timeout_seconds)
+    except PushError as error:
+        said = f"{config.pyroscope.url}: {path} not pushed: {error}"
+        if error.reason not in _REFUSED:
+            raise CommandFailed(said) from error
+        warn(said)  # left where it is: it must not hold up those after it
+        return False
+    spool.delete(name)
+    known = dict(labels)
+    click.echo(
+        f"pushed oom_id {known.get('oom_id', '?')}: {human_bytes(total)} of rank "
+        f"{known.get('rank', '?')}, device {known.get('device', '?')} to {config.pyroscope.url} "
+        f"as {known.get('service_name', '?')}"
+    )
+    return True
+
 
 _EPILOG = """\b
 Examples:
@@ -84,7 +193,7 @@ def command(
     timeout: float | None,
 ) -> None:
     """Send the live profile of IN to Pyroscope, one push per device; or what waits in the spool."""
-    from gpumem_otel.options import resolve
+    from gpumem_otel.settings.options import resolve
 
     options: dict[str, object] = {
         "pyroscope_url": url,
@@ -118,14 +227,14 @@ def command(
         except ConfigError as error:
             raise CommandFailed(str(error)) from error
         if source is None:
-            push_spool.send_all(config)
+            send_all(config)
         else:
             _send(source, _parcels(source, device, config), config)
 
 
 def _read_once(config: Config, kept: ExitStack) -> Config:
     """Its files may be pipes, `<(...)` of a shell, and are asked for more than once."""
-    from gpumem_otel.settingfiles import read_once
+    from gpumem_otel.settings.files import read_once
 
     given = config.pyroscope
     pyroscope = replace(
@@ -166,16 +275,18 @@ def _parcels(source: str, device: int | None, config: Config) -> list[_Parcel]:
                     f"{name} is a pprof file; it is sent as it is", param_hint="'--device'"
                 )
             return [parcel]
-        from gpumem_otel.core.snapshot import parse_snapshot
+        from gpumem_otel.profiles.of_file import parse_snapshot
 
         snapshot = parse_snapshot(data, name)
         return _snapshot_parcels(snapshot, pick_devices(snapshot, device), config)
 
 
-def _snapshot_parcels(snapshot: Snapshot, devices: Sequence[int], config: Config) -> list[_Parcel]:
-    from gpumem_otel.core import heap, pprof
+def _snapshot_parcels(
+    snapshot: TorchSnapshot, devices: Sequence[int], config: Config
+) -> list[_Parcel]:
+    from gpumem_otel.profiles import heap, pprof
 
-    time_ns = push_spool.usable_time_ns(_last_event_ns(snapshot, devices))
+    time_ns = usable_time_ns(_last_event_ns(snapshot, devices))
     parcels = []
     for device in devices:
         profile = heap.live_profile(
@@ -191,7 +302,7 @@ def _snapshot_parcels(snapshot: Snapshot, devices: Sequence[int], config: Config
     return parcels
 
 
-def _last_event_ns(snapshot: Snapshot, devices: Sequence[int]) -> int:
+def _last_event_ns(snapshot: TorchSnapshot, devices: Sequence[int]) -> int:
     """Moment of the snapshot as far as its own trace tells, 0 where it does not."""
     times = [event.time_us or 0 for device in devices for event in snapshot.events(device)]
     return max(times, default=0) * 1000
@@ -199,8 +310,8 @@ def _last_event_ns(snapshot: Snapshot, devices: Sequence[int]) -> int:
 
 def _pprof_parcel(data: bytes) -> _Parcel | None:
     """The parcel of a pprof file, None where the data is something else."""
-    from gpumem_otel.core import pprof
     from gpumem_otel.errors import EncodeError
+    from gpumem_otel.profiles import pprof
 
     try:
         decoded = pprof.decode(data)
@@ -208,16 +319,16 @@ def _pprof_parcel(data: bytes) -> _Parcel | None:
         return None
     types = [name for name, unit in decoded.sample_types if unit == "bytes"]
     total = decoded.total(types[-1]) if types else 0
-    raw = push_spool.sendable(data, decoded)
+    raw = sendable(data, decoded)
     return _Parcel(None, raw, total, len(decoded.samples))
 
 
 def _send(source: str, parcels: Sequence[_Parcel], config: Config) -> None:
-    from gpumem_otel.core.text import human_bytes
+    from gpumem_otel.base.text import human_bytes
     from gpumem_otel.errors import PushError
-    from gpumem_otel.export.pyroscope import PyroscopeSink, series_labels
-    from gpumem_otel.export.transport import Transport
-    from gpumem_otel.ranks import identify
+    from gpumem_otel.push.pyroscope import PyroscopeSink, series_labels
+    from gpumem_otel.push.transport import Transport
+    from gpumem_otel.settings.identity import identify
 
     base = environ()
     who = identify(

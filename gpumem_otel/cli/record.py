@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from types import FrameType
 
-__all__ = ["command"]
-
 _EPILOG = """\b
 Examples:
   gpumem-otel record run.gpumem -- python train.py

@@ -13,9 +13,7 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from gpumem_otel.core.model import Identity
-
-__all__ = ["Aside", "Stamps", "check_target", "report", "set_aside", "settle", "stamps"]
+    from gpumem_otel.base.profile import Identity
 
 Stamps = dict[Path, tuple[int, int, int]]
 """Files with what tells a new version of each."""
@@ -28,7 +26,7 @@ _CLOSED = b"\x00\x00\xff\xff\x03\x00"
 
 def stamps(target: Path) -> Stamps:
     """OUT and the files of ranks, restarts and further processes beside it, by rank."""
-    from gpumem_otel.export.recordfile import files_of
+    from gpumem_otel.recording.file import files_of
 
     found = {}
     with suppress(OSError):  # the job is more than the list of its files
@@ -39,7 +37,7 @@ def stamps(target: Path) -> Stamps:
     return found
 
 
-class Aside(NamedTuple):
+class RecordedFiles(NamedTuple):
     """An older recording that made room.
 
     Attributes:
@@ -73,15 +71,15 @@ def check_target(out: str, target: Path) -> None:
         raise click.UsageError(f"{out} exists and is no recording; choose another name")
 
 
-def set_aside(target: Path, environ: Mapping[str, str]) -> list[Aside]:
+def set_aside(target: Path, environ: Mapping[str, str]) -> list[RecordedFiles]:
     """Rename what an earlier run left under OUT's names, so that this one gets them.
 
     Only finished recordings (or those of a process of this machine that is gone) make room. Where
     this is one rank of a job that starts the command line once per rank, or a restart of it, the
     files of other ranks and of earlier starts are this very job's and stay.
     """
-    from gpumem_otel.export.recordfile import files_of
-    from gpumem_otel.ranks import identify
+    from gpumem_otel.recording.file import files_of
+    from gpumem_otel.settings.identity import identify
 
     ours = identify(environ)
     moved = []
@@ -95,17 +93,19 @@ def set_aside(target: Path, environ: Mapping[str, str]) -> list[Aside]:
                 if real.is_file() and os.access(real, os.W_OK) and _is_done(real, ours):
                     kept = real.with_name(f".{real.name}.{os.getpid()}.old")
                     real.rename(kept)
-                    moved.append(Aside(real, kept))
+                    moved.append(RecordedFiles(real, kept))
     return moved
 
 
-def settle(moved: Sequence[Aside], environ: Mapping[str, str], *, replaced: bool) -> list[str]:
+def settle(
+    moved: Sequence[RecordedFiles], environ: Mapping[str, str], *, replaced: bool
+) -> list[str]:
     """Remove what was set aside where new recordings replace it, else put it back.
 
     Returns:
         lines to say about it.
     """
-    from gpumem_otel.ranks import identify
+    from gpumem_otel.settings.identity import identify
 
     ours = identify(environ)
     told: list[str] = []
@@ -132,9 +132,9 @@ def settle(moved: Sequence[Aside], environ: Mapping[str, str], *, replaced: bool
 
 def report(path: Path) -> tuple[int, list[str]]:
     """Number of readings of a recording, 0 where it can not be read; lines to say about it."""
-    from gpumem_otel.core.recording import load_recording
-    from gpumem_otel.core.text import human_bytes
+    from gpumem_otel.base.text import human_bytes
     from gpumem_otel.errors import SnapshotError
+    from gpumem_otel.recording.writer import load_recording
 
     try:
         with path.open("rb") as file:
@@ -156,8 +156,8 @@ def _writer(path: Path) -> Identity | None:
     Raises:
         OSError: it can not be read.
     """
-    from gpumem_otel.core.recording import load_recording
     from gpumem_otel.errors import SnapshotError
+    from gpumem_otel.recording.writer import load_recording
 
     with path.open("rb") as file:
         head = file.read(_HEADER_BYTES)

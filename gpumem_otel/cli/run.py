@@ -14,9 +14,7 @@ from gpumem_otel.cli import launch, record_files
 from gpumem_otel.cli.common import environ, warn
 
 if TYPE_CHECKING:
-    from gpumem_otel.config import Config
-
-__all__ = ["command"]
+    from gpumem_otel.settings.config import Config
 
 _EPILOG = """\b
 Examples:

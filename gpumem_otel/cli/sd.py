@@ -14,8 +14,6 @@ from gpumem_otel.errors import ServeError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["command", "run_dirs"]
-
 _EPILOG = """\b
 Examples:
   gpumem-otel sd
@@ -62,7 +60,7 @@ def command(run_dir: str | None, output: str, watch: float | None) -> None:
 
 def run_dirs(run_dir: str | None, given: Mapping[str, str]) -> tuple[str, ...]:
     """The folder that was set, or all that jobs of this user may have chosen."""
-    from gpumem_otel.options import resolve
+    from gpumem_otel.settings.options import resolve
 
     if run_dir is not None:
         return (resolve(given, run_dir=run_dir).serve.run_dir,)
@@ -78,7 +76,7 @@ def _file_sd(folders: tuple[str, ...], said: dict[str, str]) -> bytes:
     Raises:
         ServeError: none of them can.
     """
-    from gpumem_otel.serve.rundir import as_file_sd, targets
+    from gpumem_otel.serve.discovery import as_file_sd, targets
 
     entries = []
     failures: dict[str, ServeError] = {}

@@ -20,17 +20,14 @@ from gpumem_otel.cli.common import (
     progress,
     warn,
 )
-from gpumem_otel.core.layout import allocated_in, free_in
-from gpumem_otel.core.strips import LEGEND, strip
+from gpumem_otel.snapshot.layout import LEGEND, allocated_in, free_in, strip
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from gpumem_otel.core.frames import StackBuilder
-    from gpumem_otel.core.model import Block, Segment, Stack
-    from gpumem_otel.core.snapshot import Snapshot
-
-__all__ = ["command"]
+    from gpumem_otel.base.profile import Block, Segment, Stack
+    from gpumem_otel.snapshot.snapshot import TorchSnapshot
+    from gpumem_otel.snapshot.stacks import StackBuilder
 
 _EPILOG = """\b
 Examples:
@@ -134,8 +131,8 @@ _ORDERS: dict[str, Callable[[Segment], Any]] = {
 
 
 def _title(found: Sequence[Segment]) -> str:
-    from gpumem_otel.core.stack_text import count_of
-    from gpumem_otel.core.text import human_bytes, percent
+    from gpumem_otel.base.text import human_bytes, percent
+    from gpumem_otel.profiles.stack_text import count_of
 
     size = sum(segment.size_bytes for segment in found)
     held = sum(map(allocated_in, found))
@@ -145,8 +142,8 @@ def _title(found: Sequence[Segment]) -> str:
     )
 
 
-def _print(snapshot: Snapshot, shown: Sequence[Segment], width: int, *, each: bool) -> None:
-    from gpumem_otel.core.frames import StackBuilder
+def _print(snapshot: TorchSnapshot, shown: Sequence[Segment], width: int, *, each: bool) -> None:
+    from gpumem_otel.snapshot.stacks import StackBuilder
 
     colour = sys.stdout.isatty() and not environ().get("NO_COLOR")
     legend = "   ".join(f"{_coloured(mark, colour)} {what}" for mark, what in LEGEND)
@@ -170,8 +167,8 @@ def _print(snapshot: Snapshot, shown: Sequence[Segment], width: int, *, each: bo
 
 
 def _cells(segment: Segment) -> tuple[str, ...]:
-    from gpumem_otel.core.labels import pool_name
-    from gpumem_otel.core.text import human_bytes, percent, printable
+    from gpumem_otel.base.text import human_bytes, percent, printable
+    from gpumem_otel.snapshot.labels import pool_name
 
     kind = f"{segment.kind} expandable" if segment.is_expandable else segment.kind
     return (
@@ -201,8 +198,8 @@ def _coloured(cells: str, colour: bool) -> str:
 
 
 def _print_blocks(segment: Segment, builder: StackBuilder) -> None:
-    from gpumem_otel.core.stack_text import short_line
-    from gpumem_otel.core.text import human_bytes
+    from gpumem_otel.base.text import human_bytes
+    from gpumem_otel.profiles.stack_text import short_line
 
     start = segment.address
     for block in segment.blocks:
@@ -213,9 +210,9 @@ def _print_blocks(segment: Segment, builder: StackBuilder) -> None:
         start = address + block.size_bytes
 
 
-def _json(snapshot: Snapshot, shown: Sequence[Segment], rest: Sequence[Segment]) -> object:
+def _json(snapshot: TorchSnapshot, shown: Sequence[Segment], rest: Sequence[Segment]) -> object:
     """Stacks are listed once: a block's `stack` is an index of `stacks`, null where it has none."""
-    from gpumem_otel.core.frames import StackBuilder
+    from gpumem_otel.snapshot.stacks import StackBuilder
 
     builder = StackBuilder(namer_for(snapshot), resolved=snapshot.resolved)
     stacks: dict[Stack, int] = {}

@@ -12,12 +12,10 @@ from gpumem_otel.cli.common import load, pick_devices, print_json, progress, war
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gpumem_otel.core.layout import Layout
-    from gpumem_otel.core.model import DeviceBooks
-    from gpumem_otel.core.replay import Replay
-    from gpumem_otel.core.snapshot import Snapshot
-
-__all__ = ["command"]
+    from gpumem_otel.base.profile import DeviceTotals
+    from gpumem_otel.snapshot.layout import Layout
+    from gpumem_otel.snapshot.snapshot import TorchSnapshot
+    from gpumem_otel.snapshot.trace import Replay
 
 _EPILOG = """\b
 Examples:
@@ -42,7 +40,7 @@ _FIELDS = (
 class _Device(NamedTuple):
     """All that is known of a device; peak is None where its trace tells none."""
 
-    books: DeviceBooks
+    books: DeviceTotals
     layout: Layout
     events: int
     peak: Replay | None
@@ -76,8 +74,8 @@ def command(source: str, device: int | None, *, as_json: bool) -> None:
         _print(devices)
 
 
-def _device(snapshot: Snapshot, device: int) -> _Device:
-    from gpumem_otel.core.layout import lay_out
+def _device(snapshot: TorchSnapshot, device: int) -> _Device:
+    from gpumem_otel.snapshot.layout import lay_out
 
     events = snapshot.raw_events(device)
     # what record mode `state` keeps, a single event, is no trace
@@ -167,7 +165,7 @@ def _peak_form(replay: Replay) -> dict[str, object]:
 
 
 def _rows(one: _Device) -> list[tuple[str, str]]:
-    from gpumem_otel.core.text import human_bytes, percent
+    from gpumem_otel.base.text import human_bytes, percent
 
     book, layout, free = one.books, one.layout, one.layout.free
     free_bytes = book.reserved_bytes - book.active_bytes
@@ -211,7 +209,7 @@ def _rows(one: _Device) -> list[tuple[str, str]]:
 
 
 def _largest(layout: Layout) -> str:
-    from gpumem_otel.core.text import human_bytes, printable
+    from gpumem_otel.base.text import human_bytes, printable
 
     block = layout.largest_free
     if block is None:
@@ -221,8 +219,8 @@ def _largest(layout: Layout) -> str:
 
 
 def _pool_rows(layout: Layout) -> list[tuple[str, str]]:
-    from gpumem_otel.core.labels import pool_name
-    from gpumem_otel.core.text import human_bytes
+    from gpumem_otel.base.text import human_bytes
+    from gpumem_otel.snapshot.labels import pool_name
 
     rows = []
     for pool, sums in sorted(layout.pools.items()):
@@ -236,7 +234,7 @@ def _pool_rows(layout: Layout) -> list[tuple[str, str]]:
 
 
 def _peak_rows(replay: Replay) -> list[tuple[str, str]]:
-    from gpumem_otel.core.text import human_bytes
+    from gpumem_otel.base.text import human_bytes
 
     moment = replay.peak_moment
     return [
@@ -249,7 +247,8 @@ def _peak_rows(replay: Replay) -> list[tuple[str, str]]:
 
 def _print(devices: Sequence[_Device]) -> None:
     """Without a terminal: a line per device, then each in full."""
-    from gpumem_otel.core.text import books_table, table
+    from gpumem_otel.base.text import table
+    from gpumem_otel.profiles.tables import books_table
 
     click.echo(books_table([one.books for one in devices]), nl=False)
     for one in devices:

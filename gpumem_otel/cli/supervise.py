@@ -27,11 +27,9 @@ from gpumem_otel.cli.common import warn
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from gpumem_otel.config import Config
-    from gpumem_otel.serve.handover import LastWords
-    from gpumem_otel.serve.server import Listener
-
-__all__ = ["LINGER_SECONDS", "supervise"]
+    from gpumem_otel.oom.handover import FinalMetrics
+    from gpumem_otel.serve.listener import Listener
+    from gpumem_otel.settings.config import Config
 
 LINGER_SECONDS = 30.0
 """Two scrapes of Prometheus at 15 s."""
@@ -137,7 +135,7 @@ def _reaped(child: int) -> int | None:
 def _linger(folder: str, config: Config, seconds: float, *, failed: bool) -> None:
     """Serve what the job left, where there is something in it that nobody may have seen."""
     from gpumem_otel.errors import GpumemError
-    from gpumem_otel.serve import handover
+    from gpumem_otel.oom import handover
 
     try:
         left = [words for words in handover.left_in(folder) if failed or words.ooms]
@@ -165,12 +163,12 @@ def _wait(seconds: float) -> None:
             return
 
 
-def _listener(words: LastWords, config: Config) -> Listener | None:
+def _listener(words: FinalMetrics, config: Config) -> Listener | None:
     """What answers in the place of a process; None where it would be less careful than that."""
     from gpumem_otel.errors import CaptureError, GpumemError
-    from gpumem_otel.serve import handover
-    from gpumem_otel.serve.deps import AppDeps, Health
-    from gpumem_otel.serve.server import Listener
+    from gpumem_otel.oom import handover
+    from gpumem_otel.serve.dependencies import AppDeps, Health
+    from gpumem_otel.serve.listener import Listener
 
     def profile(*_: object) -> bytes:
         raise CaptureError("read: the process has ended; only its last /metrics are left")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import click
 
-__all__ = ["command"]
-
 _EPILOG = """\b
 Examples:
   gpumem-otel timeline snapshot.pickle
@@ -28,8 +26,8 @@ Of a recording every reading is a moment. Press ? in it for its keys.
 @click.option("--device", type=int, metavar="N", help="Only this device.")
 def command(source: str, output: str | None, device: int | None) -> None:
     """Write a page with the memory of the snapshot or recording IN over time."""
+    from gpumem_otel.base.profile import ProfileKind
     from gpumem_otel.cli.pages import write_page
-    from gpumem_otel.core.model import ProfileKind
 
     write_page(
         source, output, verb="timeline", view="timeline", kind=ProfileKind.LIVE, device=device

@@ -9,11 +9,9 @@ import click
 from gpumem_otel.cli.common import ROWS, open_source, pick_devices, print_json, progress, warn_about
 
 if TYPE_CHECKING:
-    from gpumem_otel.core.labels import Label
-    from gpumem_otel.core.model import HeapProfile
-    from gpumem_otel.core.text import TopRow
-
-__all__ = ["command"]
+    from gpumem_otel.base.profile import HeapProfile
+    from gpumem_otel.profiles.tables import TopRow
+    from gpumem_otel.snapshot.labels import Label
 
 _EPILOG = """\b
 Examples:
@@ -75,8 +73,8 @@ def command(
     recording, live is its last reading, peak the one that held most, and allocated is of its last
     window of events.
     """
-    from gpumem_otel.core.model import ProfileKind
-    from gpumem_otel.core.text import top_rows, top_table
+    from gpumem_otel.base.profile import ProfileKind
+    from gpumem_otel.profiles.tables import top_rows, top_table
 
     opened, chosen = open_source(source), ProfileKind(kind)
     pick_devices(opened.snapshot, device)
@@ -136,8 +134,8 @@ def _row_form(row: TopRow) -> dict[str, object]:
 
 
 def _print_stacks(profile: HeapProfile, rows: list[TopRow], number: int, frames: int) -> None:
-    from gpumem_otel.core.stack_text import short_stack
-    from gpumem_otel.core.text import human_bytes, percent
+    from gpumem_otel.base.text import human_bytes, percent
+    from gpumem_otel.profiles.stack_text import short_stack
 
     total = profile.total_bytes
     click.echo(
@@ -160,7 +158,7 @@ def _print_stacks(profile: HeapProfile, rows: list[TopRow], number: int, frames:
 
 
 def _title(profile: HeapProfile) -> str:
-    from gpumem_otel.core.model import ProfileKind, Sizes
+    from gpumem_otel.base.profile import ProfileKind, Sizes
 
     if profile.kind is ProfileKind.LIVE:
         return f"device {profile.device}"

@@ -11,26 +11,18 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import (
-    ROWS,
-    CommandFailed,
-    namer_for,
-    open_source,
-    pick_devices,
-    warn,
-)
-from gpumem_otel.core.labels import pool_name
-from gpumem_otel.core.text import human_bytes, printable, stack_lines
+from gpumem_otel.base.text import human_bytes, printable
+from gpumem_otel.cli.common import ROWS, CommandFailed, namer_for, open_source, pick_devices, warn
+from gpumem_otel.profiles.tables import stack_lines
+from gpumem_otel.snapshot.labels import pool_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from gpumem_otel.core.model import Stack
-    from gpumem_otel.core.rawform import RawEvent, RawFrame
-    from gpumem_otel.core.snapshot import Snapshot
-    from gpumem_otel.core.trace_lines import EventLine, Wanted
-
-__all__ = ["command"]
+    from gpumem_otel.base.profile import Stack
+    from gpumem_otel.snapshot.events import EventFilter, EventLine
+    from gpumem_otel.snapshot.snapshot import TorchSnapshot
+    from gpumem_otel.snapshot.torch_format import RawEvent, RawFrame
 
 _EPILOG = """\b
 Examples:
@@ -53,7 +45,7 @@ _BATCH = 4096
 
 
 def _size(value: str) -> int:
-    from gpumem_otel.core.trace_lines import size_from_text
+    from gpumem_otel.snapshot.events import size_from_text
 
     try:
         return size_from_text(value)
@@ -147,7 +139,7 @@ def command(
     A free whose allocation is not in the trace is marked [alloc not seen]: recording began after
     it, or the ring of events was full and dropped it.
     """
-    from gpumem_otel.core.trace_lines import Wanted, first_time_us
+    from gpumem_otel.snapshot.events import EventFilter, first_time_us
 
     if number is not None and tail is not None:
         raise click.UsageError("-n and --tail exclude each other")
@@ -158,7 +150,7 @@ def command(
     starts = [first_time_us(snapshot.raw_events(one)) for one in devices]
     # devices share one clock, so that their lines can be put beside each other
     start_us = min((start for start in starts if start is not None), default=None)
-    wanted = Wanted(
+    wanted = EventFilter(
         min_size_bytes=min_size,
         max_size_bytes=max_size,
         stack=stack,
@@ -185,8 +177,8 @@ def command(
             _write(shower.lines(one, events, _some(events, wanted, number, tail)))
 
 
-def _overflows(snapshot: Snapshot, devices: Sequence[int]) -> Iterator[str]:
-    from gpumem_otel.core.trace_lines import recorded_before
+def _overflows(snapshot: TorchSnapshot, devices: Sequence[int]) -> Iterator[str]:
+    from gpumem_otel.snapshot.events import recorded_before
 
     for device in devices:
         events = snapshot.raw_events(device)
@@ -199,7 +191,7 @@ def _overflows(snapshot: Snapshot, devices: Sequence[int]) -> Iterator[str]:
 
 
 def _absolute(
-    snapshot: Snapshot, value: timedelta | datetime | None, start_us: int | None
+    snapshot: TorchSnapshot, value: timedelta | datetime | None, start_us: int | None
 ) -> int | None:
     """Microseconds since 1970.
 
@@ -219,14 +211,14 @@ def _absolute(
 
 
 def _actions(
-    snapshot: Snapshot, devices: Sequence[int], words: Sequence[str]
+    snapshot: TorchSnapshot, devices: Sequence[int], words: Sequence[str]
 ) -> frozenset[str] | None:
     """Torch's words; None for any.
 
     Raises:
         click.BadParameter: neither torch nor this trace knows such an action.
     """
-    from gpumem_otel.core.trace_lines import ACTIONS, KNOWN_ACTIONS
+    from gpumem_otel.snapshot.events import ACTIONS, KNOWN_ACTIONS
 
     if not words:
         return None
@@ -244,9 +236,9 @@ def _actions(
 
 
 def _some(
-    events: Sequence[RawEvent], wanted: Wanted, number: int | None, tail: int | None
+    events: Sequence[RawEvent], wanted: EventFilter, number: int | None, tail: int | None
 ) -> Iterable[EventLine]:
-    from gpumem_otel.core.trace_lines import pick
+    from gpumem_otel.snapshot.events import pick
 
     found = pick(events, wanted)
     if tail is not None:
@@ -270,8 +262,8 @@ def _day_time(time_us: int) -> str:
 class _Stacks:
     """Names stacks; each distinct one once."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        from gpumem_otel.core.frames import StackBuilder
+    def __init__(self, snapshot: TorchSnapshot) -> None:
+        from gpumem_otel.snapshot.stacks import StackBuilder
 
         self._builder = StackBuilder(namer_for(snapshot), resolved=snapshot.resolved)
         self._known: dict[tuple[int, ...], tuple[str, Stack]] = {}
@@ -282,7 +274,7 @@ class _Stacks:
         key = tuple(map(id, frames))
         found = self._known.get(key)
         if found is None:
-            from gpumem_otel.core.stack_text import short_line
+            from gpumem_otel.profiles.stack_text import short_line
 
             stack = self._builder.build(frames)
             found = self._known[key] = (short_line(stack), stack)
@@ -293,7 +285,7 @@ class _Text:
     """Lines for people."""
 
     def __init__(
-        self, snapshot: Snapshot, *, frames: bool, absolute: bool, start_us: int | None
+        self, snapshot: TorchSnapshot, *, frames: bool, absolute: bool, start_us: int | None
     ) -> None:
         self._stacks = _Stacks(snapshot)
         self._frames = frames
@@ -337,7 +329,7 @@ class _Text:
 
 
 def _span(events: Sequence[RawEvent]) -> str:
-    from gpumem_otel.core.trace_lines import first_time_us
+    from gpumem_otel.snapshot.events import first_time_us
 
     first, last = first_time_us(events), first_time_us(events[::-1])
     if first is None or last is None:
@@ -358,7 +350,7 @@ def _marks(event: EventLine) -> str:
 class _Json:
     """Objects for programs."""
 
-    def __init__(self, snapshot: Snapshot, *, frames: bool) -> None:
+    def __init__(self, snapshot: TorchSnapshot, *, frames: bool) -> None:
         self._stacks = _Stacks(snapshot)
         self._frames = frames
 

@@ -1,1 +1,1 @@
-"""Incoming: the listener; handlers are request -> response functions, the server a shell."""
+"""The read-only listener for scrapes and pulls, and the register of the jobs on this machine."""

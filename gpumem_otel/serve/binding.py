@@ -8,12 +8,10 @@ import socket
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from gpumem_otel.errors import ServeError
-from gpumem_otel.serve import rundir
+from gpumem_otel.serve import discovery
 
 if TYPE_CHECKING:
-    from gpumem_otel.serve.rundir import RunFile
-
-__all__ = ["BACKLOG", "Binding", "TcpBinding", "UnixBinding"]
+    from gpumem_otel.serve.discovery import RunFile
 
 BACKLOG: Final = 64
 """Connections that wait to be accepted, and are accepted at a time."""
@@ -79,7 +77,7 @@ class UnixBinding:
 
     def __init__(self, run_dir: str, local_rank: int) -> None:
         self._run_dir = run_dir
-        self._name = rundir.socket_name(local_rank)
+        self._name = discovery.socket_name(local_rank)
         self._run_file: RunFile | None = None
 
     def __str__(self) -> str:
@@ -96,7 +94,7 @@ class UnixBinding:
             OSError: the directory is not safe to use, or can not be written.
         """
         try:
-            self._run_file = rundir.bind_socket(self._run_dir, self._name, listening, BACKLOG)
+            self._run_file = discovery.bind_socket(self._run_dir, self._name, listening, BACKLOG)
         except ServeError as exc:
             raise PermissionError(str(exc)) from exc
         return os.path.join(self._run_dir, self._name), 0  # noqa: PTH118  a string for people

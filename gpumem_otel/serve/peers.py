@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, Final
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Peer", "origin_of", "peer_of", "process_of"]
-
 _UCRED: Final = "3i"
 """pid, uid, gid: `struct ucred`, unix(7)."""
 

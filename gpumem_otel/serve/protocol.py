@@ -23,15 +23,6 @@ if TYPE_CHECKING:
     OnCut: TypeAlias = Callable[[str, str], None]
     """(where it came from, why)."""
 
-__all__ = [
-    "DRAIN_SECONDS",
-    "IDLE_SECONDS",
-    "MAX_HEADER_BYTES",
-    "REQUEST_SECONDS",
-    "LimitedProtocol",
-    "protocol_factory",
-]
-
 IDLE_SECONDS: Final = 5
 """A kept-alive connection without a request is closed after this."""
 

@@ -1,1 +1,1 @@
-"""Giving the GPU back and taking it again."""
+"""Gives a job's GPU memory back and takes it again: values, validation and wiring."""

@@ -9,17 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import YieldRefusedError
-from gpumem_otel.logs import named_logger
-from gpumem_otel.yielding.copies import never
+from gpumem_otel.yielding.copy.mover import never
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import TypeAlias
 
     Hurried: TypeAlias = Callable[[], bool]
-
-__all__ = ["Callbacks"]
 
 _log = named_logger("gpumem_otel.yield")
 

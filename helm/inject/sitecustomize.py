@@ -102,7 +102,7 @@ def _run() -> None:
                 _say(f"it has {reason}")
             else:
                 sys.path.append(_PACKAGES)
-                from gpumem_otel.instrumentor import start_from_environment
+                from gpumem_otel.api.auto import start_from_environment
 
                 start_from_environment()
         except Exception as error:

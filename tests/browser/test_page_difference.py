@@ -9,9 +9,9 @@ import re
 import pytest
 from support.raw_snapshots import alloc, block, frame, segment, snapshot
 
-from gpumem_otel import page
-from gpumem_otel.core.model import ProfileKind
-from gpumem_otel.core.snapshot import from_torch
+from gpumem_otel.base.profile import ProfileKind
+from gpumem_otel.page import html as page
+from gpumem_otel.snapshot.snapshot import from_torch
 
 pytestmark = pytest.mark.browser
 

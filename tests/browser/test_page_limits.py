@@ -6,8 +6,9 @@ import pytest
 from support.page_sizes import many_blocks, many_events
 from support.raw_snapshots import alloc, block, frame, segment, snapshot
 
-from gpumem_otel import page
-from gpumem_otel.core.snapshot import from_torch, load_snapshot
+from gpumem_otel.page import html as page
+from gpumem_otel.profiles.of_file import load_snapshot
+from gpumem_otel.snapshot.snapshot import from_torch
 
 pytestmark = pytest.mark.browser
 

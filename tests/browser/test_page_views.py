@@ -8,11 +8,10 @@ import pytest
 from support.cli_process import cli
 from support.recordings import make_recording
 
-from gpumem_otel import page
-from gpumem_otel.core import heap
-from gpumem_otel.core.frames import file_function_namer
-from gpumem_otel.core.opened import open_bytes
-from gpumem_otel.core.snapshot import load_snapshot
+from gpumem_otel.page import html
+from gpumem_otel.profiles import heap
+from gpumem_otel.profiles.of_file import load_snapshot, open_bytes
+from gpumem_otel.snapshot.stacks import file_function_namer
 
 pytestmark = pytest.mark.browser
 
@@ -36,7 +35,7 @@ def oom(data_dir):
 def test_totals_are_those_of_the_command_line(open_page, data_dir):
     for name in (TRAIN, CPP, DDP):
         said = json.loads(cli("stats", "--json", str(data_dir / name)).stdout)
-        shown = open_page(page.html(load_snapshot(data_dir / name)))
+        shown = open_page(html.html(load_snapshot(data_dir / name)))
         for device in said["devices"]:
             if device["allocated_bytes"]:
                 shown.call(f"a.setDevice({device['device']})")
@@ -49,7 +48,7 @@ def test_totals_are_those_of_the_command_line(open_page, data_dir):
 def test_every_recording_opens_in_every_view(open_page, recordings):
     for path in recordings:
         found = load_snapshot(path)
-        shown = open_page(page.html(found))
+        shown = open_page(html.html(found))
         for device in found.devices():
             shown.call(f"a.setDevice({device})")
             for key in "123":
@@ -64,7 +63,7 @@ def test_every_recording_opens_in_every_view(open_page, recordings):
 
 
 def test_kinds_by_button_and_by_key(open_page, train):
-    shown = open_page(page.html(train))
+    shown = open_page(html.html(train))
     namer = file_function_namer
     expected = {
         "live": heap.live_profile(train, 0, namer=namer),
@@ -92,7 +91,7 @@ def test_kinds_by_button_and_by_key(open_page, train):
 
 
 def test_a_click_zooms_and_escape_goes_back(open_page, train):
-    shown = open_page(page.html(train))
+    shown = open_page(html.html(train))
     node = shown.node("train.py:<module>")
     assert 0 < node["total"] < shown.state["total"]
     shown.tab.mouse.click(node["place"]["x"], node["place"]["y"])
@@ -108,7 +107,7 @@ def test_a_click_zooms_and_escape_goes_back(open_page, train):
 
 
 def test_arrows_and_enter_walk_the_graph(open_page, train):
-    shown = open_page(page.html(train))
+    shown = open_page(html.html(train))
     shown.tab.get_by_role("application", name="Flame graph.").focus()
     shown.press("ArrowDown")
     assert shown.state["status"].startswith(shown.node(1)["name"])
@@ -122,7 +121,7 @@ def test_arrows_and_enter_walk_the_graph(open_page, train):
 
 
 def test_search_tells_bytes_and_part(open_page, train):
-    shown = open_page(page.html(train))
+    shown = open_page(html.html(train))
     profile = heap.live_profile(train, 0, namer=file_function_namer)
     wanted = sum(
         s.size_bytes
@@ -141,7 +140,7 @@ def test_search_tells_bytes_and_part(open_page, train):
 
 
 def test_what_is_shown_stays_the_same_sum(open_page, train):
-    shown = open_page(page.html(train))
+    shown = open_page(html.html(train))
     total, objects = shown.state["total"], shown.state["objects"]
     for key in ("i", "f", "n", "c", "c", "i", "f", "n"):
         shown.press(key)
@@ -158,7 +157,7 @@ def test_what_is_shown_stays_the_same_sum(open_page, train):
 
 
 def test_the_tooltip_tells_all_of_a_frame(open_page, train):
-    shown = open_page(page.html(train))
+    shown = open_page(html.html(train))
     node = shown.node("adam.py:_init_group")
     shown.tab.mouse.move(node["place"]["x"], node["place"]["y"])
     text = shown.tab.get_by_role("tooltip").inner_text()
@@ -171,7 +170,7 @@ def test_the_tooltip_tells_all_of_a_frame(open_page, train):
 
 
 def test_a_click_in_the_timeline_shows_that_moment(open_page, oom):
-    shown = open_page(page.html(oom, view="timeline"))
+    shown = open_page(html.html(oom, view="timeline"))
     replay = oom.replay(0)
     state = shown.state
     assert state["moment"]["index"] == replay.peak_moment
@@ -191,7 +190,7 @@ def test_a_click_in_the_timeline_shows_that_moment(open_page, oom):
 
 
 def test_moments_by_keys_and_zoom_by_dragging(open_page, oom):
-    shown = open_page(page.html(oom, view="timeline"))
+    shown = open_page(html.html(oom, view="timeline"))
     shown.click("Order")
     events = oom.replay(0).events
     shown.tab.get_by_role("application", name="Memory over time.").focus()
@@ -216,7 +215,7 @@ def test_moments_by_keys_and_zoom_by_dragging(open_page, oom):
 
 
 def test_a_difference_has_both_totals(open_page, train, oom):
-    shown = open_page(page.html(oom, before=train, view="difference"))
+    shown = open_page(html.html(oom, before=train, view="difference"))
     state = shown.state
     assert (state["before"], state["total"]) == (121323520, 129712128)
     assert "change +8.0 MiB" in state["numbers"]
@@ -230,14 +229,14 @@ def test_a_difference_has_both_totals(open_page, train, oom):
     shown.click("Peak")
     peaks = [max(s.replay(0).allocated_bytes) for s in (train, oom)]
     assert [shown.state["before"], shown.state["total"]] == peaks
-    same = open_page(page.html(train, before=train, view="difference"))
+    same = open_page(html.html(train, before=train, view="difference"))
     assert "change 0 B" in same.state["numbers"]
     assert same.tab.locator(".side tbody tr:visible").count() == 0
 
 
 def test_segments_with_their_blocks(open_page, data_dir):
     found = load_snapshot(data_dir / GRAPH)
-    shown = open_page(page.html(found, view="segments"))
+    shown = open_page(html.html(found, view="segments"))
     books = found.books(0)
     state = shown.state["segments"]
     assert state["rows"] == books.segments
@@ -266,7 +265,7 @@ def test_segments_with_their_blocks(open_page, data_dir):
 
 def test_devices_are_chosen(open_page, data_dir):
     found = load_snapshot(data_dir / DDP)
-    shown = open_page(page.html(found))
+    shown = open_page(html.html(found))
     assert shown.state["device"] == 1
     assert shown.tab.get_by_label("device").input_value() == "1"
     assert shown.state["total"] == found.books(1).allocated_bytes
@@ -275,7 +274,7 @@ def test_devices_are_chosen(open_page, data_dir):
 def test_moments_of_a_recording_are_its_readings(open_page):
     opened = open_bytes(make_recording(TRAIN, OOM, TRAIN), "run.gpumem")
     recording = opened.recording
-    shown = open_page(page.file_html(opened, view="timeline"))
+    shown = open_page(html.file_html(opened, view="timeline"))
     books = [reading.snapshot.books(0) for reading in recording.readings]
     state = shown.state
     assert state["view"] == "timeline"
@@ -291,11 +290,11 @@ def test_moments_of_a_recording_are_its_readings(open_page):
 
 def test_profiles_alone_are_a_page_too(open_page, train, oom):
     before, after = (heap.live_profile(s, 0, namer=file_function_namer) for s in (train, oom))
-    shown = open_page(page.profiles_html([after], title="two"))
+    shown = open_page(html.profiles_html([after], title="two"))
     assert shown.state["total"] == after.total_bytes
     shown.press("2")
     assert "holds no trace" in shown.tab.locator(".empty").inner_text()
-    compared = open_page(page.profiles_html([after], before=[before]))
+    compared = open_page(html.profiles_html([after], before=[before]))
     assert (compared.state["before"], compared.state["total"]) == (
         before.total_bytes,
         after.total_bytes,

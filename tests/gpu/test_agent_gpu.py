@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 JOB = """
 import json, os, sys, threading, time, urllib.request
 import gpumem_otel
-from gpumem_otel import lifecycle
+from gpumem_otel.api import lifecycle
 
 def net(torch, width=256, layers=4):
     torch.manual_seed(0)
@@ -256,7 +256,7 @@ def test_allocated_profile_of_a_running_job(run):
         assert agent.wait_listening(20)
         thread = threading.Thread(target=train, args=(torch, model, 10, 6))
         thread.start()
-        from gpumem_otel.core.pprof_read import decode
+        from gpumem_otel.profiles.pprof_reader import decode
         url = f"http://127.0.0.1:{agent.address[1]}/debug/pprof/gpumem"
         def requested():
             raw = torch._C._cuda_memoryStats(0)

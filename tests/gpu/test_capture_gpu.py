@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import json, os, sys, threading, time
 from gpumem_otel.capture.arming import Arming
-from gpumem_otel.capture.names import QualifiedNamer
-from gpumem_otel.capture.pacer import Pacer
-from gpumem_otel.capture.readout import Reader
-from gpumem_otel.capture.sources import TorchSource
-from gpumem_otel.config import ProfileConfig
-from gpumem_otel.core.counters import Counters
+from gpumem_otel.capture.frame_names import QualifiedNamer
+from gpumem_otel.capture.gil_pacing import Pacer
+from gpumem_otel.capture.profile_reader import LiveProfileReader
+from gpumem_otel.capture.source import TorchSource
+from gpumem_otel.settings.config import ProfileConfig
+from gpumem_otel.base.counters import Counters
 from gpumem_otel.errors import CaptureError
 
 class Clock:
@@ -40,7 +40,8 @@ class Clock:
 counters, pacer = Counters(), Pacer()
 source = TorchSource(counters=counters,
                      environ=dict(os.environ), max_window_events=100_000)
-reader = Reader(source, namer=QualifiedNamer(pacer.pause), clock=Clock(), counters=counters,
+reader = LiveProfileReader(source, namer=QualifiedNamer(pacer.pause), clock=Clock(),
+                           counters=counters,
                 config=ProfileConfig(class_as="off"), pacer=pacer, share_seconds=0)
 arming = Arming(source.start, on_import=source.prepare)
 
@@ -546,9 +547,9 @@ def test_expandable_segments(run):
 
 def test_cpp_stacks_on_request(run):
     run("""
-        from gpumem_otel.core.counters import Counters
+        from gpumem_otel.base.counters import Counters
         source = TorchSource(counters=counters, stacks="all")
-        reader = Reader(source, namer=QualifiedNamer(), clock=Clock(), counters=counters,
+        reader = LiveProfileReader(source, namer=QualifiedNamer(), clock=Clock(), counters=counters,
                         config=ProfileConfig(), share_seconds=0)
         arming = Arming(source.start, on_import=source.prepare)
         arming.start()

@@ -26,7 +26,7 @@ NOISE_MIB = 8
 JOB = """
 import json, os, signal, subprocess, sys, threading, time
 import torch
-from gpumem_otel.yielding.checkpoint import DriverCheckpoint
+from gpumem_otel.yielding.driver.checkpoint import DriverCheckpoint
 
 def smi():
     # MiB that are used on the first device that is visible, and the processes there
@@ -219,7 +219,7 @@ def test_python_goes_on_and_scrapes_are_answered_while_the_driver_holds_us(run):
         """
         import urllib.request
         import gpumem_otel
-        from gpumem_otel import lifecycle
+        from gpumem_otel.api import lifecycle
         gpumem_otel.install(serve=True)
         torch.zeros(1, device="cuda")
         agent = lifecycle.current()

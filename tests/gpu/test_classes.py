@@ -66,7 +66,7 @@ def test_classes_are_read_while_autograd_writes_gradients():
         import gpumem_otel
         gpumem_otel.install(interval_seconds=0.1, serve=False)
         import torch
-        from gpumem_otel import lifecycle
+        from gpumem_otel.api import lifecycle
         model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(40)]).cuda()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
         agent = lifecycle.current()
@@ -103,9 +103,9 @@ def test_gauge_and_flame_graph_show_the_same_number():
         import gpumem_otel
         gpumem_otel.install(interval_seconds=3600, serve=False, metrics_level="full")
         import torch
-        from gpumem_otel import lifecycle
-        from gpumem_otel.core.classify import classes_of
-        from gpumem_otel.export.table import Level, rows
+        from gpumem_otel.api import lifecycle
+        from gpumem_otel.snapshot.tensor_classes import classes_of
+        from gpumem_otel.metrics.table import Level, rows
         model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]).cuda()
         optimizer = torch.optim.AdamW(model.parameters())
         gpumem_otel.watch(model)
@@ -134,7 +134,7 @@ def test_an_inference_server_has_its_classes():
         import gpumem_otel
         gpumem_otel.install(interval_seconds=3600, serve=False)
         import torch
-        from gpumem_otel import lifecycle
+        from gpumem_otel.api import lifecycle
         model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]).cuda().eval()
         cache = [torch.zeros(1 << 20, device="cuda") for _ in range(3)]
         gpumem_otel.watch(model, kv_cache=cache)
@@ -160,7 +160,7 @@ def test_a_captured_graph_is_left_alone():
         import gpumem_otel
         gpumem_otel.install(interval_seconds=0.1, serve=False)
         import torch
-        from gpumem_otel import lifecycle
+        from gpumem_otel.api import lifecycle
         model = torch.nn.Linear(256, 256).cuda()
         optimizer = torch.optim.Adam(model.parameters(), capturable=True)
         batch = torch.randn(32, 256, device="cuda")

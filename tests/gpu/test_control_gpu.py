@@ -14,7 +14,7 @@ from support.listening import WAIT, until
 from support.yield_gpu import Jobs
 
 from gpumem_otel.cli.main import main
-from gpumem_otel.serve.rundir import control_sockets
+from gpumem_otel.serve.discovery import control_sockets
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

@@ -302,7 +302,7 @@ def test_the_failed_example_of_the_readme_is_explained_by_name(run):
         "import gpumem_otel\ngpumem_otel.install(serve=False)",
         """
         import json, torch
-        from gpumem_otel import lifecycle
+        from gpumem_otel.api import lifecycle
 
         def example(linear, inp):
             total = inp + 2

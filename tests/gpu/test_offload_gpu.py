@@ -23,16 +23,16 @@ PREAMBLE = """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     import torch
     from torch import nn
-    from gpumem_otel.capture.movables import MovableFinder
-    from gpumem_otel.capture.sources import TorchSource
-    from gpumem_otel.core.counters import Counters
-    from gpumem_otel.core.yields import YieldRequest
+    from gpumem_otel.yielding.scan.candidates import CandidateFinder
+    from gpumem_otel.capture.source import TorchSource
+    from gpumem_otel.base.counters import Counters
+    from gpumem_otel.yielding.values import YieldRequest
     from gpumem_otel.errors import YieldRefusedError
-    from gpumem_otel.yielding.devices import CudaDevices
-    from gpumem_otel.yielding.hostlimits import HostRoom, read_room
-    from gpumem_otel.yielding.hostmem import HostPool
-    from gpumem_otel.yielding.ledger import DeviceLedger, HostLedger
-    from gpumem_otel.yielding.offload import Offload
+    from gpumem_otel.yielding.copy.devices import CudaDevices
+    from gpumem_otel.yielding.copy.limits import HostRoom, read_room
+    from gpumem_otel.yielding.copy.host_memory import HostPool
+    from gpumem_otel.yielding.copy.reservations import DeviceReservations, HostReservations
+    from gpumem_otel.yielding.copy.offload import Offload
     MIB, GIB = 1 << 20, 1 << 30
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -45,12 +45,12 @@ PREAMBLE = """
     folder = tempfile.mkdtemp()
     def make(room=None, **pool):
         devices = CudaDevices(torch)
-        ledger = HostLedger(folder + "/ledger", room or read_room)
-        gpus = DeviceLedger(folder + "/ledger")
+        ledger = HostReservations(folder + "/ledger", room or read_room)
+        gpus = DeviceReservations(folder + "/ledger")
         return Offload(
             devices, HostPool(devices, **pool), ledger, gpus, moves=source.restored)
     def look(**more):
-        return MovableFinder(source, os.environ).find(**{"assume_private": False, **more})
+        return CandidateFinder(source, os.environ).find(**{"assume_private": False, **more})
     def nothing(done, total): pass
     def never(): return False
     def out(offload, found=None, **request):

@@ -18,7 +18,7 @@ from support.fake_pyroscope import FakePyroscope
 from support.oom_gpu import FORWARD, HEAD, JOBS, LOOP
 from support.pyroscope_query import total
 
-from gpumem_otel.core.pprof_read import decode
+from gpumem_otel.profiles.pprof_reader import decode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
 
@@ -145,7 +145,7 @@ def test_a_thousand_survived_failures_are_counted_and_cost_next_to_nothing(run, 
     plain = run(LOOP, with_us=False)
     with FakePyroscope() as server:
         done = run(
-            LOOP + "agent = gpumem_otel.lifecycle.current()\n"
+            LOOP + "agent = gpumem_otel.api.lifecycle.current()\n"
             "agent.answers.forget()\n"
             "tell(counted=agent.observe().devices[0].ooms)\n",
             PYROSCOPE_SERVER_ADDRESS=server.url,
@@ -162,7 +162,7 @@ def test_a_thousand_survived_failures_are_counted_and_cost_next_to_nothing(run, 
 
 def test_a_raising_observer_body_does_not_take_the_place_of_the_error(run):
     done = run("""
-        from gpumem_otel import lifecycle
+        from gpumem_otel.api import lifecycle
         def broken(*_, **__):
             raise RuntimeError("defect of ours")
         lifecycle.current()._ooms._watch._look = broken

@@ -21,8 +21,8 @@ ROOT = Path(__file__).parents[2]
 PRELUDE = """
 import os, sys, threading, time
 import gpumem_otel
-from gpumem_otel import lifecycle
-from gpumem_otel.core.model import ProfileKind
+from gpumem_otel.api import lifecycle
+from gpumem_otel.base.profile import ProfileKind
 from gpumem_otel.errors import BusyError
 OPTIONS = dict(interval_seconds=3600, class_as="off", run_dir=os.environ["RUN_DIR"])
 PEAK, ALLOCATED = ProfileKind.PEAK, ProfileKind.ALLOCATED
@@ -381,8 +381,8 @@ def test_all_kinds_by_the_pusher(run):
     """The background thread records windows of its own accord, and the job's numbers stay right."""
     run("""
         got = {}
-        from gpumem_otel.agent import Agent
-        from gpumem_otel.options import resolve
+        from gpumem_otel.runtime.agent import Agent
+        from gpumem_otel.settings.options import resolve
         def take(kind, profiles):
             got.setdefault(kind.value, []).extend(profiles)
         options = {**OPTIONS, "interval_seconds": 0.5, "max_stall_ratio": 1,

@@ -164,7 +164,7 @@ def test_the_guest_is_still_there_when_the_lease_ends(jobs, alone):
         + """
 evicted = threading.Event()
 gpumem_otel.yield_callbacks(on_evict=lambda reason: evicted.set())
-from gpumem_otel.yielding import engine as engine_module
+from gpumem_otel.yielding.engine import engine as engine_module
 engine_module.LEASE_WAIT_SECONDS = 0.5
 guest = Guest(20 * GIB)
 gpumem_otel.yield_memory(level="tensors", discard=("kv_cache",), lease_seconds=8.0)
@@ -324,7 +324,7 @@ def test_the_client_is_gone(jobs):
     told = jobs.run(
         """
         import json, socket
-        from gpumem_otel.serve.rundir import control_sockets
+        from gpumem_otel.serve.discovery import control_sockets
         job = Training(extra=64 << 20)
         job.steps(2)
         folder = os.open(RUN_DIR, os.O_RDONLY)
@@ -524,7 +524,7 @@ def test_the_helper_of_the_driver_is_killed_while_it_keeps_us(jobs):
         job.steps(2)
         gpumem_otel.yield_memory(level="auto")
         first = state()
-        keepers = children("gpumem_otel.yielding.keeper")
+        keepers = children("gpumem_otel.yielding.driver.helper")
         for pid in keepers:
             os.kill(pid, signal.SIGKILL)
         gpumem_otel.restore()

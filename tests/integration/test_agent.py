@@ -13,12 +13,12 @@ from support.fake_pyroscope import FakePyroscope
 from support.pyroscope_query import SNAPSHOTS, total
 from support.recordings import make_recording
 
-from gpumem_otel.agent import Agent
-from gpumem_otel.capture.replay import ReplaySource
-from gpumem_otel.core.pprof_read import decode
-from gpumem_otel.core.recording import load_recording
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.options import resolve
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.profiles.pprof_reader import decode
+from gpumem_otel.recording.source import ReplaySource
+from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.settings.options import resolve
 
 SNAPSHOT = "h200-torch2.11-train-python-stacks.pickle.gz"
 ALLOCATED = 121_323_520

@@ -17,11 +17,12 @@ from support.cli_process import WAIT, clean_environ, cli, only_line
 from support.fake_pyroscope import FakePyroscope
 from support.recordings import DATA, make_recording
 
+from gpumem_otel.base.profile import Identity
 from gpumem_otel.cli.main import main
-from gpumem_otel.core import pprof, recordform
-from gpumem_otel.core.model import Identity
-from gpumem_otel.core.snapshot import load_snapshot
-from gpumem_otel.serve import rundir
+from gpumem_otel.profiles import pprof
+from gpumem_otel.profiles.of_file import load_snapshot
+from gpumem_otel.recording import format as record_format
+from gpumem_otel.serve import discovery
 
 PYTHON = DATA / "h200-torch2.11-train-python-stacks.pickle.gz"
 
@@ -30,7 +31,7 @@ PYTHON = DATA / "h200-torch2.11-train-python-stacks.pickle.gz"
 
 WHAT_IS_THERE = """
 import json, os, sys
-lifecycle = sys.modules.get("gpumem_otel.lifecycle")
+lifecycle = sys.modules.get("gpumem_otel.api.lifecycle")
 print(json.dumps({
     "armed": lifecycle is not None and lifecycle.current() is not None,
     "heavy": sorted({"torch", "opentelemetry", "click", "rich", "urllib3"} & set(sys.modules)),
@@ -309,7 +310,7 @@ def test_record_keeps_the_exit_code_when_nobody_listens(tmp_path, recorded):
 
 def test_record_says_when_a_recording_reached_its_limit(tmp_path, monkeypatch):
     blocks = sum(len(segment["blocks"]) for segment in load_snapshot(PYTHON).raw_segments())
-    monkeypatch.setattr(recordform, "MAX_BLOCKS", 2 * blocks)
+    monkeypatch.setattr(record_format, "MAX_BLOCKS", 2 * blocks)
     (tmp_path / "full").write_bytes(make_recording(*[PYTHON.name] * 4))
     monkeypatch.undo()
     done = cli(
@@ -352,8 +353,8 @@ def test_sd_lists_living_processes(capsys, tmp_path, monkeypatch):
     folder = tmp_path / "run"
     assert main(["sd", "--run-dir", str(folder)]) == 0
     assert json.loads(capsys.readouterr().out) == []
-    entry = rundir.entry_for(Identity(service_name="job", rank=3), ("127.0.0.1", 9467))
-    file = rundir.register(str(folder), entry)
+    entry = discovery.entry_for(Identity(service_name="job", rank=3), ("127.0.0.1", 9467))
+    file = discovery.register(str(folder), entry)
     out = tmp_path / "targets.json"
     monkeypatch.setenv("GPUMEM_OTEL_RUN_DIR", str(folder))
     assert main(["sd", "-o", str(out)]) == 0

@@ -17,8 +17,8 @@ from support import pyroscope_query
 from support.cli_process import WAIT, clean_environ, cli, only_line
 from support.fake_pyroscope import FakePyroscope
 
-from gpumem_otel.core import pprof
-from gpumem_otel.core.text import human_bytes
+from gpumem_otel.base.text import human_bytes
+from gpumem_otel.profiles import pprof
 
 TOTALS = re.compile(r"device 0: allocated ([\d.]+ \w+), reserved [\d.]+ \w+(, step \d+)?")
 ROW = re.compile(r" +([\d.]+ \w+) +([\d.]+%|-)  \S.*")

@@ -13,15 +13,15 @@ from support.cli_process import WAIT, clean_environ, cli, only_line
 from support.page_payload import payload_of
 from support.recordings import make_recording
 
-from gpumem_otel import page
+from gpumem_otel.page import html
 
-PACKAGE = Path(page.__file__).parent
+PACKAGE = Path(html.__file__).parents[1]
 TRAIN = "h200-torch2.11-train-python-stacks.pickle.gz"
 OOM = "h200-torch2.11-oom.pickle.gz"
 DDP = "h200-torch2.11-ddp-rank1-of-2.pickle.gz"
 
 needs_page = pytest.mark.skipif(
-    not page.available(), reason="the page is not built: npm was missing at installation"
+    not html.available(), reason="the page is not built: npm was missing at installation"
 )
 
 

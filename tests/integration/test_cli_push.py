@@ -16,8 +16,9 @@ from support.fake_pyroscope import FakePyroscope
 from support.recordings import DATA, make_recording
 
 from gpumem_otel.cli.main import main
-from gpumem_otel.core import frames, heap, pprof, wire
-from gpumem_otel.core.snapshot import load_snapshot
+from gpumem_otel.profiles import heap, pprof, protobuf_wire
+from gpumem_otel.profiles.of_file import load_snapshot
+from gpumem_otel.snapshot import stacks
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -91,15 +92,15 @@ def test_push_of_a_recording_sends_its_last_reading(server, tmp_path):
 @pytest.mark.parametrize("age_seconds", [0, 1800, 90_000, -3600])
 def test_push_of_a_pprof_keeps_its_time_where_the_server_takes_it(server, tmp_path, age_seconds):
     time_ns = time.time_ns() - age_seconds * 10**9
-    profile = heap.live_profile(load_snapshot(PYTHON), 0, namer=frames.file_function_namer)
+    profile = heap.live_profile(load_snapshot(PYTHON), 0, namer=stacks.file_function_namer)
     data = pprof.encode([replace(profile, time_ns=time_ns)], device_labels={})
     path = tmp_path / "live.pb"
     path.write_bytes(data)
     assert main(["push", str(path), "--url", server.url, "--service", "s"]) == 0
     assert pyroscope_query.total(server.url, "s") == 121_323_520
     (request,) = server.requests
-    series = dict(wire.read_fields(gzip.decompress(request.body)))[1]
-    raw = dict(wire.read_fields(dict(wire.read_fields(series))[2]))[1]
+    series = dict(protobuf_wire.read_fields(gzip.decompress(request.body)))[1]
+    raw = dict(protobuf_wire.read_fields(dict(protobuf_wire.read_fields(series))[2]))[1]
     kept = pprof.decode(raw).time_ns == time_ns
     assert kept == (age_seconds in (0, 1800))
     assert raw.startswith(data)

@@ -11,11 +11,11 @@ from support import certs
 from support.controlling import IDENTITY, READER, TOKEN, bearer, call, controlling
 from support.yield_double import YieldDouble
 
-from gpumem_otel.config import ControlConfig, Secret
-from gpumem_otel.core.model import Identity
-from gpumem_otel.core.yields import YieldRequest
+from gpumem_otel.base.profile import Identity
 from gpumem_otel.errors import ServeError
-from gpumem_otel.serve.control import ControlListener
+from gpumem_otel.settings.config import ControlConfig, Secret
+from gpumem_otel.yielding.control.listener import ControlListener
+from gpumem_otel.yielding.values import YieldRequest
 
 
 def test_roles_of_tokens(tmp_path, tokens, audit):

@@ -19,12 +19,12 @@ from support.controlling import call, no_thread_for_ports
 from support.recordings import make_recording
 from support.yield_double import YieldDouble
 
-from gpumem_otel.agent import Agent
-from gpumem_otel.capture.replay import ReplaySource
-from gpumem_otel.core.recording import load_recording
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.options import resolve
-from gpumem_otel.serve.rundir import control_sockets
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.recording.source import ReplaySource
+from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.serve.discovery import control_sockets
+from gpumem_otel.settings.options import resolve
 
 SNAPSHOT = "h200-torch2.11-train-python-stacks.pickle.gz"
 WAIT = 30
@@ -184,12 +184,12 @@ JOB = """
     sys.path.insert(0, {tests!r})
     from support.recordings import make_recording
     from support.yield_double import YieldDouble
-    from gpumem_otel import lifecycle
-    from gpumem_otel.agent import Agent
-    from gpumem_otel.capture.replay import ReplaySource
-    from gpumem_otel.core.recording import load_recording
-    from gpumem_otel.export.clock import SystemClock
-    from gpumem_otel.options import resolve
+    from gpumem_otel.api import lifecycle
+    from gpumem_otel.runtime.agent import Agent
+    from gpumem_otel.recording.source import ReplaySource
+    from gpumem_otel.recording.writer import load_recording
+    from gpumem_otel.base.clock import SystemClock
+    from gpumem_otel.settings.options import resolve
 
     recording = load_recording(io.BytesIO(make_recording({snapshot!r})), name="test")
     agent = Agent(resolve({{}}, run_dir={run_dir!r}, control=True, interval_seconds=3600),

@@ -10,8 +10,8 @@ from support.controlling import TOKEN, bearer, call, controlling
 from support.listening import WAIT
 from support.yield_double import HELD, YieldDouble
 
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.yields import Operation, OperationState, Phase, YieldLevel, YieldRequest
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.yielding.values import Operation, OperationState, Phase, YieldLevel, YieldRequest
 
 
 def test_a_yield_and_a_restore(tmp_path, audit):

@@ -20,10 +20,10 @@ from support.controlling import IDENTITY, OTHER_JOB, TOKEN, controlling
 from support.listening import WAIT, until
 from support.yield_double import HELD, YieldDouble
 
+from gpumem_otel.base.profile import Identity
 from gpumem_otel.cli.main import main
-from gpumem_otel.core.model import Identity
-from gpumem_otel.core.yields import Phase, RestoreRequest, YieldLevel, YieldRequest
-from gpumem_otel.serve import rundir
+from gpumem_otel.serve import discovery
+from gpumem_otel.yielding.values import Phase, RestoreRequest, YieldLevel, YieldRequest
 
 
 def test_state_yield_and_restore(run_dir, ctl):
@@ -113,8 +113,8 @@ def test_nothing_is_not_the_same_as_not_said(run_dir, ctl):
 
 
 def test_where_as_many_watch_as_may_it_is_followed_all_the_same(run_dir, capsys, monkeypatch):
-    monkeypatch.setattr("gpumem_otel.serve.control_app.MAX_WATCHERS", 0)
-    monkeypatch.setattr("gpumem_otel.cli.ctl_jobs._POLL_SECONDS", 0.05)
+    monkeypatch.setattr("gpumem_otel.yielding.control.app.MAX_WATCHERS", 0)
+    monkeypatch.setattr("gpumem_otel.cli.ctl.jobs._POLL_SECONDS", 0.05)
     double = YieldDouble(by_hand=True)
     with controlling(double, run_dir):
         found = []
@@ -243,9 +243,9 @@ def several_users(run_dir, tmp_path, monkeypatch):
     if os.geteuid() != 0:
         pytest.skip("only root can make a folder of another user")
     monkeypatch.delenv("GPUMEM_OTEL_RUN_DIR")
-    monkeypatch.setattr("gpumem_otel.cli.ctl_find._PLACES", (f"{tmp_path}/gpumem-otel-*",))
+    monkeypatch.setattr("gpumem_otel.cli.ctl.reach._PLACES", (f"{tmp_path}/gpumem-otel-*",))
     monkeypatch.setattr(
-        "gpumem_otel.cli.ctl_find.run_dirs", lambda given, _: (given or str(tmp_path / "mine"),)
+        "gpumem_otel.cli.ctl.reach.run_dirs", lambda given, _: (given or str(tmp_path / "mine"),)
     )
     theirs = tmp_path / "gpumem-otel-65533"
     theirs.mkdir(mode=0o700)
@@ -259,7 +259,8 @@ def of_another(folder):
 
 
 def test_root_finds_the_jobs_of_all_users(several_users, ctl):
-    dead = f"1-1-{rundir._place(rundir._boot_id(), '', rundir._pid_namespace())}.control-0.sock"
+    place = discovery._place(discovery._boot_id(), "", discovery._pid_namespace())
+    dead = f"1-1-{place}.control-0.sock"
     with controlling(YieldDouble(), several_users) as listener:
         (several_users / dead).touch()  # of a process that has ended, and no socket either
         of_another(several_users)
@@ -387,8 +388,8 @@ def test_two_jobs_of_one_name_are_not_stopped_by_accident(run_dir, ctl):
 def test_a_job_that_does_not_say_which_it_is_is_not_stopped_by_accident(run_dir, ctl):
     double = YieldDouble()
     with controlling(double, run_dir), socket.socket(socket.AF_UNIX) as silent:
-        name = rundir.socket_name(5)
-        rundir.bind_socket(str(run_dir), name, silent, 8)
+        name = discovery.socket_name(5)
+        discovery.bind_socket(str(run_dir), name, silent, 8)
 
         def hang_up():
             for _ in range(2):
@@ -504,7 +505,7 @@ def test_watch_prints_each_change(run_dir):
 
 
 def test_a_process_that_ends_while_it_is_followed(run_dir, capsys, monkeypatch):
-    monkeypatch.setattr("gpumem_otel.cli.ctl_jobs._LOST_SECONDS", 0.2)
+    monkeypatch.setattr("gpumem_otel.cli.ctl.jobs._LOST_SECONDS", 0.2)
     double = YieldDouble(by_hand=True)
     found = []
     with controlling(double, run_dir):

@@ -13,8 +13,9 @@ from support.controlling import READER, controlling
 from support.listening import WAIT
 from support.yield_double import YieldDouble
 
-from gpumem_otel.cli import ctl_hints, ctl_jobs
-from gpumem_otel.cli.ctl_client import Client, Credentials, Unreachable, parse_target
+from gpumem_otel.cli.ctl import client as ctl_hints
+from gpumem_otel.cli.ctl import jobs
+from gpumem_otel.cli.ctl.client import Client, Credentials, Unreachable, parse_target
 
 JOBS = (
     "`gpumem-otel ctl state` without --target lists those of the jobs that run, with --run-dir "
@@ -222,7 +223,7 @@ def serving(server, *answers):
 
 
 def test_a_command_that_is_not_answered_is_waited_for_once(fails, monkeypatch, tmp_path):
-    monkeypatch.setattr(ctl_jobs, "_SUBMIT_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "_SUBMIT_SECONDS", 0.1)
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         server.listen()

@@ -9,7 +9,7 @@ import pytest
 from support.controlling import IDENTITY, OTHER_JOB, TOKEN, controlling
 from support.yield_double import YieldDouble
 
-from gpumem_otel.core.yields import YieldRequest
+from gpumem_otel.yielding.values import YieldRequest
 
 
 def entries(out):

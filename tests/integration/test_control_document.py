@@ -6,8 +6,9 @@ import pytest
 from support.controlling import TOKEN, bearer, call, controlling
 from support.yield_double import YieldDouble
 
-from gpumem_otel.serve import control_app, loop
-from gpumem_otel.serve.control_openapi import document
+from gpumem_otel.serve import event_loop
+from gpumem_otel.yielding.control import app
+from gpumem_otel.yielding.control.openapi import document
 
 OF_EVERY_ANSWER = {
     "date", "cache-control", "x-content-type-options", "content-type", "content-length",
@@ -35,7 +36,7 @@ def check(path, answer, status):
 
 @pytest.fixture
 def listener(tokens, monkeypatch):
-    monkeypatch.setattr(control_app, "MAX_WATCHERS", 0)
+    monkeypatch.setattr(app, "MAX_WATCHERS", 0)
     options = {"host": "127.0.0.1", "token_file": tokens, "limits": (2, 0.001)}
     with controlling(YieldDouble(), **options) as made:
         yield made
@@ -50,7 +51,7 @@ def test_of_every_path(listener, monkeypatch, path):
         check(path, answer, 405)
         assert method in answer.headers["allow"]
     check(path, call(where, method, real), 401)
-    monkeypatch.setattr(loop, "MAX_CONNECTIONS", 0)
+    monkeypatch.setattr(event_loop, "MAX_CONNECTIONS", 0)
     check(path, call(where, method, real), 503)
 
 

@@ -12,7 +12,7 @@ from support.listening import WAIT, until
 from support.yield_parts import SIZE, LoopingJob, World
 
 from gpumem_otel.cli.main import main
-from gpumem_otel.core.yields import OperationState, YieldState
+from gpumem_otel.yielding.values import OperationState, YieldState
 
 
 @pytest.fixture

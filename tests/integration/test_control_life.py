@@ -21,15 +21,15 @@ from support.controlling import (
 from support.listening import WAIT, until
 from support.yield_double import YieldDouble
 
-from gpumem_otel.config import ControlConfig
-from gpumem_otel.core.counters import Counters
+from gpumem_otel.base.counters import Counters
 from gpumem_otel.errors import ServeError
-from gpumem_otel.serve import rundir
-from gpumem_otel.serve.control import ControlListener
+from gpumem_otel.serve import discovery
+from gpumem_otel.settings.config import ControlConfig
+from gpumem_otel.yielding.control.listener import ControlListener
 
 
 def test_a_socket_that_appears_while_it_stops_goes_too(tmp_path, monkeypatch):
-    bound, goes_on, bind = threading.Event(), threading.Event(), rundir.bind_socket
+    bound, goes_on, bind = threading.Event(), threading.Event(), discovery.bind_socket
 
     def late(*arguments):
         made = bind(*arguments)
@@ -37,13 +37,13 @@ def test_a_socket_that_appears_while_it_stops_goes_too(tmp_path, monkeypatch):
         assert goes_on.wait(WAIT)
         return made
 
-    monkeypatch.setattr(rundir, "bind_socket", late)
+    monkeypatch.setattr(discovery, "bind_socket", late)
     listener = ControlListener(
         YieldDouble(), ControlConfig(enabled=True), run_dir=str(tmp_path), identity=IDENTITY
     )
     listener.start()
     assert bound.wait(WAIT)
-    assert len(rundir.control_sockets(str(tmp_path))) == 1
+    assert len(discovery.control_sockets(str(tmp_path))) == 1
     stopping = threading.Thread(target=listener.stop, args=(WAIT,))
     stopping.start()
     (door,) = listener._doors

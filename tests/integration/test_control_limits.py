@@ -16,7 +16,7 @@ from support.listening import WAIT, until
 from support.yield_double import YieldDouble
 
 from gpumem_otel.cli.main import main
-from gpumem_otel.serve import loop, overflow, protocol
+from gpumem_otel.serve import event_loop, protocol
 
 
 def test_commands_of_one_sender_are_limited(tmp_path, tokens, audit):
@@ -54,7 +54,7 @@ def holding(where, count):
 @pytest.fixture
 def full(tmp_path, tokens, monkeypatch):
     """Where to reach a listener, of the socket or of the port, that has all it takes."""
-    monkeypatch.setattr(loop, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(event_loop, "MAX_CONNECTIONS", 2)
     monkeypatch.setattr(protocol, "IDLE_SECONDS", 10 * WAIT)
     with contextlib.ExitStack() as stack:
 
@@ -96,7 +96,7 @@ def test_a_connection_beyond_the_maximum_is_told_so(full, tcp, audit):
 
 
 def test_there_is_room_again_once_one_has_gone(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(event_loop, "MAX_CONNECTIONS", 2)
     with controlling(YieldDouble(), tmp_path) as listener:
         where = listener.socket_path
         with holding(where, 2):
@@ -119,7 +119,7 @@ def test_other_clients_understand_it(full, capsys):
 
 
 def test_a_flood_beyond_the_maximum_holds_little(full, monkeypatch):
-    monkeypatch.setattr(overflow, "MAX_LEAVING", 3)
+    monkeypatch.setattr(event_loop, "MAX_LEAVING", 3)
     where, running = full(tcp=True)
     threads = threading.active_count()
     with contextlib.ExitStack() as stack:
@@ -136,7 +136,7 @@ def test_a_flood_beyond_the_maximum_holds_little(full, monkeypatch):
 
 
 def test_one_who_sends_without_end_is_cut(full, monkeypatch):
-    monkeypatch.setattr(overflow, "LINGER_SECONDS", 10 * WAIT)
+    monkeypatch.setattr(event_loop, "LINGER_SECONDS", 10 * WAIT)
     where, running = full(tcp=False)
     with reaching(where) as client:
         with pytest.raises(ConnectionError):
@@ -145,7 +145,7 @@ def test_one_who_sends_without_end_is_cut(full, monkeypatch):
 
 
 def test_over_tls_it_is_closed_before_any_handshake(files, tokens, monkeypatch):
-    monkeypatch.setattr(loop, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(event_loop, "MAX_CONNECTIONS", 1)
     options = {"host": "127.0.0.1", "token_file": tokens, **files}
     with controlling(YieldDouble(), **options) as listener:
         (door,) = listener._doors
@@ -157,7 +157,7 @@ def test_over_tls_it_is_closed_before_any_handshake(files, tokens, monkeypatch):
 
 
 def test_stop_and_fork_while_some_are_turned_away(full, monkeypatch):
-    monkeypatch.setattr(overflow, "LINGER_SECONDS", 10 * WAIT)
+    monkeypatch.setattr(event_loop, "LINGER_SECONDS", 10 * WAIT)
     where, running = full(tcp=True)
     with reaching(where) as client:
         assert client.answer()[0] == 503

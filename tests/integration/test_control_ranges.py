@@ -10,9 +10,9 @@ from support.controlling import call, controlling
 from support.yield_double import YieldDouble
 
 from gpumem_otel import ConfigError, restore, yield_memory
-from gpumem_otel.core.yieldcheck import yield_fault
-from gpumem_otel.core.yields import SECONDS, YieldRequest
-from gpumem_otel.serve.control_openapi import document
+from gpumem_otel.yielding.control.openapi import document
+from gpumem_otel.yielding.validation import yield_fault
+from gpumem_otel.yielding.values import SECONDS, YieldRequest
 
 OUT_OF_RANGE = [
     # as the API has it, as the command line has it

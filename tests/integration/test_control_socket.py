@@ -13,11 +13,11 @@ from support.controlling import IDENTITY, TOKEN, bearer, call, controlling, shor
 from support.listening import WAIT, until
 from support.yield_double import YieldDouble
 
-from gpumem_otel.config import ControlConfig
-from gpumem_otel.core.model import Identity
-from gpumem_otel.serve import rundir
-from gpumem_otel.serve.control import ControlListener
+from gpumem_otel.base.profile import Identity
+from gpumem_otel.serve import discovery
 from gpumem_otel.serve.peers import Peer
+from gpumem_otel.settings.config import ControlConfig
+from gpumem_otel.yielding.control.listener import ControlListener
 
 RANK_3 = Identity(service_name="x", local_rank=3)
 
@@ -34,9 +34,9 @@ def test_the_socket_is_this_users_alone_and_goes_with_the_listener(tmp_path):
             assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
             assert path.name.startswith(f"{os.getpid()}-")
             assert path.name.endswith(".control-3.sock")
-            assert rundir.control_sockets(str(run_dir)) == [str(path)]
+            assert discovery.control_sockets(str(run_dir)) == [str(path)]
             assert [entry.name for entry in run_dir.iterdir()] == [path.name]
-            assert rundir.targets(str(run_dir)) == []
+            assert discovery.targets(str(run_dir)) == []
     finally:
         os.umask(mask)
     assert list(run_dir.iterdir()) == []
@@ -63,7 +63,7 @@ def dead_process():
 
 
 def stale(run_dir, pid):
-    place = rundir.socket_name(0).split("-", 2)[2].split(".")[0]
+    place = discovery.socket_name(0).split("-", 2)[2].split(".")[0]
     path = run_dir / f"{pid}-1-{place}.control-0.sock"
     with socket.socket(socket.AF_UNIX) as sock, short(path) as address:
         sock.bind(address)
@@ -79,7 +79,7 @@ def test_sockets_of_the_dead_are_dropped_and_of_the_living_never(tmp_path):
             sock.bind(address)
         (run_dir / "mine.sock").touch()
         # of another container nobody knows who lives, but whether somebody listens
-        assert rundir.control_sockets(str(run_dir)) == [listener.socket_path]
+        assert discovery.control_sockets(str(run_dir)) == [listener.socket_path]
         assert not dead.exists()
         assert elsewhere.exists()
         with socket.socket(socket.AF_UNIX) as sock:
@@ -88,7 +88,7 @@ def test_sockets_of_the_dead_are_dropped_and_of_the_living_never(tmp_path):
                 sock.bind(address)
             sock.listen(0)
             for _ in range(3):  # also once its queue is full
-                found = rundir.control_sockets(str(run_dir))
+                found = discovery.control_sockets(str(run_dir))
                 assert found == [listener.socket_path, str(beside)]
         assert (run_dir / "mine.sock").exists()
         assert call(listener.socket_path, "GET", "/v1/state").status == 200

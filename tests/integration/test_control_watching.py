@@ -11,9 +11,10 @@ from support.controlling import call, controlling, reaching
 from support.listening import WAIT, until
 from support.yield_double import HELD, YieldDouble
 
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.yields import Phase, YieldRequest
-from gpumem_otel.serve import control_app, protocol
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.serve import protocol
+from gpumem_otel.yielding.control import app
+from gpumem_otel.yielding.values import Phase, YieldRequest
 
 
 def test_a_long_poll_ends_with_the_change(tmp_path):
@@ -73,7 +74,7 @@ def test_watchers_are_bounded_and_leave_room_for_commands(tmp_path):
     double = YieldDouble(by_hand=True)
     with controlling(double, tmp_path) as listener, ExitStack() as stack:
         where = listener.socket_path
-        for _ in range(control_app.MAX_WATCHERS):
+        for _ in range(app.MAX_WATCHERS):
             watching(where, stack)
         refused = call(where, "GET", "/v1/state?version=-1&wait_seconds=1")
         assert (refused.status, refused.headers["retry-after"]) == (503, "1")
@@ -85,7 +86,7 @@ def test_watchers_are_bounded_and_leave_room_for_commands(tmp_path):
 
 
 def test_a_watcher_that_does_not_read_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(control_app, "MAX_WATCHERS", 1)
+    monkeypatch.setattr(app, "MAX_WATCHERS", 1)
     monkeypatch.setattr(protocol, "DRAIN_SECONDS", 0.2)
     double, counters = YieldDouble(by_hand=True), Counters()
     options = {"counters": counters}
@@ -110,7 +111,7 @@ def test_a_watcher_that_does_not_read_is_given_up(tmp_path, monkeypatch):
 
 
 def test_dry_runs_that_wait_leave_room_for_commands(tmp_path, monkeypatch):
-    monkeypatch.setattr(control_app, "MAX_WATCHERS", 1)
+    monkeypatch.setattr(app, "MAX_WATCHERS", 1)
     double = YieldDouble(by_hand=True)
     with controlling(double, tmp_path) as listener, ExitStack() as stack:
         where = listener.socket_path

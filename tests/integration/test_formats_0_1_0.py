@@ -101,7 +101,7 @@ def _paths(document, path=()):
 
 def test_control_keeps_its_paths_fields_and_codes():
     """Clients of 0.1.0 ask newer jobs; only prose may differ."""
-    from gpumem_otel.serve.control_openapi import document  # noqa: PLC0415
+    from gpumem_otel.yielding.control.openapi import document  # noqa: PLC0415
 
     prose = ("description", "summary", "title", "version")
     now = dict(_paths(document()))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 import pytest
 from support.heap_profiles import SMALL, live, tower
 
-from gpumem_otel.core import pprof
-from gpumem_otel.core.model import Frame, Sample
+from gpumem_otel.base.profile import Frame, Sample
+from gpumem_otel.profiles import pprof
 
 if TYPE_CHECKING:
     from pathlib import Path

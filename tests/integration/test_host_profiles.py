@@ -18,12 +18,12 @@ SNAPSHOT = "h200-torch2.11-train-python-stacks.pickle.gz"
 JOB = """
 import os, sys, threading, time
 import gpumem_otel
-from gpumem_otel import lifecycle
-from gpumem_otel.agent import Agent
-from gpumem_otel.capture.replay import ReplaySource
-from gpumem_otel.core.recording import load_recording
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.options import resolve
+from gpumem_otel.api import lifecycle
+from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.recording.source import ReplaySource
+from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.settings.options import resolve
 
 recording = load_recording(os.environ["RECORDING"], name="test")
 agent = Agent(resolve(os.environ), source=ReplaySource(recording, SystemClock()))

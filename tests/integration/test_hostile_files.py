@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.hostile import FILES, HARMLESS, MARK, deep_values
 
-from gpumem_otel import page
+from gpumem_otel.page import html
 
 MEMORY_BYTES = 200 << 20
 CPU_SECONDS = 60  # of a machine that is busy; all that is asked of one process takes ten
@@ -43,7 +43,7 @@ for name, (verb, *more) in json.loads(sys.stdin.read()):
 READER = """
 import resource, sys
 from pathlib import Path
-from gpumem_otel.core.snapshot import load_snapshot
+from gpumem_otel.profiles.of_file import load_snapshot
 from gpumem_otel.errors import SnapshotError
 resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[1]),) * 2)
 resource.setrlimit(resource.RLIMIT_CPU, (int(sys.argv[2]),) * 2)
@@ -122,7 +122,7 @@ def test_verbs_refuse_hostile_files(files):
 
 @pytest.mark.parametrize("name", HARMLESS)
 def test_every_verb_reads_what_is_only_odd(files, name):
-    verbs = [*VERBS, *PAGES] if page.available() else VERBS
+    verbs = [*VERBS, *PAGES] if html.available() else VERBS
     codes, said = run_verbs([(files[name], verb) for verb in verbs])
     assert set(codes) <= {0, 1}
     told = [line for line in said if line.startswith("gpumem-otel: error: ")]

@@ -16,7 +16,7 @@ from support.fake_pyroscope import FakePyroscope
 from support.pyroscope_query import total
 from support.recordings import make_recording
 
-from gpumem_otel import lifecycle
+from gpumem_otel.api import lifecycle
 
 SNAPSHOT = "h200-torch2.11-train-python-stacks.pickle.gz"
 ALLOCATED = 121_323_520
@@ -24,12 +24,12 @@ ALLOCATED = 121_323_520
 REPLAY = """
 import os, sys, threading, time
 import gpumem_otel
-from gpumem_otel import lifecycle
-from gpumem_otel.agent import Agent
-from gpumem_otel.capture.replay import ReplaySource
-from gpumem_otel.core.recording import load_recording
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.options import resolve
+from gpumem_otel.api import lifecycle
+from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.recording.source import ReplaySource
+from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.settings.options import resolve
 
 recording = load_recording(os.environ["RECORDING"], name="test")
 agent = Agent(resolve(os.environ), source=ReplaySource(recording, SystemClock()))
@@ -196,7 +196,7 @@ def test_spawned_workers_never_arm(run, tmp_path):
             import gpumem_otel
             gpumem_otel.install(serve=True)
             def work(n):
-                from gpumem_otel import lifecycle
+                from gpumem_otel.api import lifecycle
                 return threading.active_count(), lifecycle.current().observe() is None
             if __name__ == "__main__":
                 with multiprocessing.get_context("spawn").Pool(2) as pool:
@@ -221,7 +221,7 @@ def test_opentelemetry_instrument_starts_it_without_torch_or_sdk(run, tmp_path):
     script = tmp_path / "job.py"
     script.write_text(
         "import sys\n"
-        "from gpumem_otel import lifecycle\n"
+        "from gpumem_otel.api import lifecycle\n"
         "print(lifecycle.current() is not None, 'torch' in sys.modules)\n"
     )
     tool = Path(sys.executable).with_name("opentelemetry-instrument")

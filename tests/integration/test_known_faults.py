@@ -17,8 +17,8 @@ from support import raw_snapshots as raw_form
 from support.large_snapshots import make
 from support.recordings import DATA
 
+from gpumem_otel.base.text import human_bytes
 from gpumem_otel.cli.main import main
-from gpumem_otel.core.text import human_bytes
 
 LEAF = raw_form.frame("f")
 PATH = DATA / "h200-torch2.11-cuda-graph.pickle.gz"

@@ -17,13 +17,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.line_memory import Memory
 from support.recordings import make_recording
 
-from gpumem_otel import profiling
-from gpumem_otel.agent import Agent
-from gpumem_otel.capture import lines as capture_lines
-from gpumem_otel.capture.replay import ReplaySource
-from gpumem_otel.core.recording import load_recording
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.options import resolve
+from gpumem_otel.api import line_profiler
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.line_profiling import profiler as capture_lines
+from gpumem_otel.recording.source import ReplaySource
+from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.settings.options import resolve
 
 TESTS = Path(__file__).parents[1]
 
@@ -176,7 +176,7 @@ def test_the_first_example_of_the_docs_prints_what_they_show(tmp_path):
 def test_lines_are_served_beside_the_metrics(tmp_path, monkeypatch):
     memory = Memory()
     monkeypatch.setitem(sys.modules, "torch", memory.torch())
-    monkeypatch.setattr(profiling, "_STATE", profiling._State())
+    monkeypatch.setattr(line_profiler, "_STATE", line_profiler._State())
     monkeypatch.setattr(capture_lines, "_PUBLISHED", [])
 
     def work():
@@ -189,7 +189,7 @@ def test_lines_are_served_beside_the_metrics(tmp_path, monkeypatch):
     agent.start()
     try:
         assert agent.wait_listening(10)
-        profiling.profile(show=False)(work)()
+        line_profiler.profile(show=False)(work)()
         connection = http.client.HTTPConnection("127.0.0.1", agent.address[1], timeout=10)
         found = {}
         for path in ("/metrics/lines", "/metrics"):
@@ -200,7 +200,7 @@ def test_lines_are_served_beside_the_metrics(tmp_path, monkeypatch):
         connection.close()
     finally:
         agent.stop()
-        profiling.line_profiler().disable()
+        line_profiler.line_profiler().disable()
     families = {f.name: f for f in text_string_to_metric_families(found["/metrics/lines"])}
     rows = families["gpumem_line_allocation_bytes"].samples
     assert {s.labels["file"] for s in rows} == {"test_line_processes.py"}

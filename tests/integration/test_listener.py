@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from support.listening import EXPOSITION, PPROF, WAIT, ask, connected, listening, some_deps, until
 
-from gpumem_otel.config import Secret, ServeConfig
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.model import Identity
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.base.profile import Identity
 from gpumem_otel.errors import ServeError
-from gpumem_otel.serve import loop, protocol
-from gpumem_otel.serve.rundir import targets
-from gpumem_otel.serve.server import Listener
+from gpumem_otel.serve import event_loop, protocol
+from gpumem_otel.serve.discovery import targets
+from gpumem_otel.serve.listener import Listener
+from gpumem_otel.settings.config import Secret, ServeConfig
 
 PPROF_PATH = "/debug/pprof/gpumem"
 
@@ -244,7 +244,7 @@ def test_a_reader_that_never_reads_is_cut_off(monkeypatch, requests):
 
 
 def test_connections_are_bounded(monkeypatch):
-    monkeypatch.setattr(loop, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(event_loop, "MAX_CONNECTIONS", 2)
     with listening() as listener:
         with connected(listener.address) as first, connected(listener.address) as second:
             for client in (first, second):

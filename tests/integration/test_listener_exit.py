@@ -12,8 +12,8 @@ PRELUDE = """
 import os, socket, sys, threading, time
 sys.path.insert(0, sys.argv[1])
 from support.listening import WAIT, ask, connected, listening, some_deps
-from gpumem_otel.config import ServeConfig
-from gpumem_otel.serve.server import Listener
+from gpumem_otel.settings.config import ServeConfig
+from gpumem_otel.serve.listener import Listener
 
 def started(deps=None, **config):
     listener = Listener(deps or some_deps(), ServeConfig(**{"port": 0, **config}))
@@ -238,7 +238,7 @@ listener.stop(timeout=WAIT)
 
 def test_a_killed_process_frees_its_port_and_is_dropped_from_the_run_directory(tmp_path):
     process = job(f"""
-from gpumem_otel.core.model import Identity
+from gpumem_otel.base.profile import Identity
 listener = Listener(
     some_deps(), ServeConfig(port=0, run_dir={str(tmp_path)!r}),
     identity=lambda: Identity(service_name="trainer"),
@@ -254,7 +254,7 @@ sys.stdin.read()
     process.communicate()
     assert len(list(tmp_path.iterdir())) == 1
     second = job(f"""
-from gpumem_otel.serve.rundir import targets
+from gpumem_otel.serve.discovery import targets
 assert targets({str(tmp_path)!r}) == []
 listener = started(port={port})
 print(listener.address[1])

@@ -10,7 +10,7 @@ import pytest
 from support import certs
 from support.listening import EXPOSITION, WAIT, ask, connected, listening, until
 
-from gpumem_otel.serve import loop
+from gpumem_otel.serve import event_loop
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def test_a_client_certificate_is_asked_for(files, trust, ca, tmp_path):
 
 def test_silent_clients_delay_nobody(files, trust, monkeypatch):
     """The silent ones are still waiting for when the others have been answered."""
-    monkeypatch.setattr(loop, "HANDSHAKE_SECONDS", 10 * WAIT)
+    monkeypatch.setattr(event_loop, "HANDSHAKE_SECONDS", 10 * WAIT)
     with contextlib.ExitStack() as stack, listening(**files) as listener:
         silent = [
             stack.enter_context(socket.create_connection(listener.address)) for _ in range(20)
@@ -73,14 +73,14 @@ def test_silent_clients_delay_nobody(files, trust, monkeypatch):
 
 
 def test_a_silent_client_is_cut_off(files, monkeypatch):
-    monkeypatch.setattr(loop, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(event_loop, "HANDSHAKE_SECONDS", 0.2)
     with listening(**files) as listener, connected(listener.address) as client:
         assert client.closed()
         until(lambda: not listener._loop._clients)
 
 
 def test_handshakes_count_as_connections(files, monkeypatch):
-    monkeypatch.setattr(loop, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(event_loop, "MAX_CONNECTIONS", 1)
     with listening(**files) as listener, connected(listener.address):
         until(lambda: len(listener._loop._clients) == 1)
         with connected(listener.address) as second:

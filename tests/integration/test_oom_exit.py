@@ -12,7 +12,7 @@ import pytest
 from support.fake_pyroscope import FakePyroscope
 from support.pyroscope_query import total
 
-from gpumem_otel.core.pprof_read import decode
+from gpumem_otel.profiles.pprof_reader import decode
 
 TESTS = Path(__file__).parents[1]
 OOM = "gpu_memory_oom:inuse_space:bytes:space:bytes"

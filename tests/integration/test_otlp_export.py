@@ -20,8 +20,8 @@ from opentelemetry import metrics as api
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader, PeriodicExportingMetricReader
 from support import observations as obs
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.export.otel import OtelMetrics
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.metrics.otlp import OtelMetrics
 
 counters = Counters()
 

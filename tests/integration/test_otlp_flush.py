@@ -16,8 +16,8 @@ PRELUDE = """
 import json, os, threading
 from opentelemetry import metrics as api
 from support import observations as obs
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.export.otel import OtelMetrics
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.metrics.otlp import OtelMetrics
 
 counters = Counters()
 environ = {k: v for k, v in os.environ.items() if k.startswith("OTEL_")}

@@ -11,10 +11,10 @@ from support import fake_torch
 from support.fake_pyroscope import FakePyroscope
 from support.pyroscope_query import total
 
-from gpumem_otel import lifecycle, regions
-from gpumem_otel.agent import Agent
-from gpumem_otel.core.pprof_read import decode
-from gpumem_otel.options import resolve
+from gpumem_otel.api import lifecycle, regions
+from gpumem_otel.profiles.pprof_reader import decode
+from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.settings.options import resolve
 
 FRAME = {"name": "forward", "filename": "/job/model.py", "line": 5}
 KINDS = ("live", "peak", "allocated", "growth", "pinned")

@@ -22,21 +22,14 @@ from support.pushes import unique
 from support.pyroscope_query import INUSE_SPACE, SNAPSHOTS, total
 from support.tiny_proxy import TinyProxy
 
-from gpumem_otel.config import ProfileConfig, PyroscopeConfig, Secret
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.model import (
-    Frame,
-    HeapProfile,
-    Identity,
-    ProfileKind,
-    Sample,
-    SourceStatus,
-)
-from gpumem_otel.core.pprof import encode
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.base.profile import Frame, HeapProfile, Identity, ProfileKind, Sample, SourceStatus
 from gpumem_otel.errors import CaptureError, PushError
-from gpumem_otel.export.pusher import THREAD_NAME, Pusher
-from gpumem_otel.export.pyroscope import PyroscopeSink
-from gpumem_otel.export.transport import Transport
+from gpumem_otel.profiles.pprof import encode
+from gpumem_otel.push.pusher import THREAD_NAME, Pusher
+from gpumem_otel.push.pyroscope import PyroscopeSink
+from gpumem_otel.push.transport import Transport
+from gpumem_otel.settings.config import ProfileConfig, PyroscopeConfig, Secret
 
 ARMED = SourceStatus(armed=True, supported=True, devices=(0, 1))
 OBJECTS = "gpu_memory:inuse_objects:count:space:bytes"

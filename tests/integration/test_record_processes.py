@@ -7,16 +7,16 @@ import sys
 
 from support.cli_process import WAIT, clean_environ
 
-from gpumem_otel.core.recording import load_recording
+from gpumem_otel.recording.writer import load_recording
 
 RECORDING = """
 import os, sys
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.model import Identity, StepStats
-from gpumem_otel.core.ports import Reading
-from gpumem_otel.core.snapshot import from_torch
-from gpumem_otel.export.recordfile import RecordingFile
-from gpumem_otel.capture.pacer import Pacer
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.base.profile import Identity, StepStats
+from gpumem_otel.snapshot.reading import Reading
+from gpumem_otel.snapshot.snapshot import from_torch
+from gpumem_otel.recording.file import RecordingFile
+from gpumem_otel.capture.gil_pacing import Pacer
 
 def begin():
     return RecordingFile(

@@ -10,10 +10,10 @@ import pytest
 from support import fake_torch
 from support.listening import WAIT, ask, connected, until
 
-from gpumem_otel.agent import Agent
-from gpumem_otel.core.model import ProfileKind
-from gpumem_otel.core.pprof_read import decode
-from gpumem_otel.options import resolve
+from gpumem_otel.base.profile import ProfileKind
+from gpumem_otel.profiles.pprof_reader import decode
+from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.settings.options import resolve
 
 PATH = "/debug/pprof/gpumem"
 FRAME = {"name": "forward", "filename": "/job/model.py", "line": 5}

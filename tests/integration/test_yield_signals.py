@@ -18,9 +18,9 @@ TESTS = Path(__file__).parents[1]
 HEAD = """
 import json, os, signal, sys, threading, time
 from support.yield_parts import World
-from gpumem_otel.core.yields import RestoreRequest, YieldLevel, YieldRequest, YieldState
+from gpumem_otel.yielding.values import RestoreRequest, YieldLevel, YieldRequest, YieldState
 from gpumem_otel.errors import YieldRefusedError
-from gpumem_otel.export.clock import SystemClock
+from gpumem_otel.base.clock import SystemClock
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 world = World()
@@ -179,7 +179,7 @@ def test_an_exit_while_tensors_are_away_leaves_them(start):
 
 
 STOPPING = """
-    from gpumem_otel.yielding.stopsignal import StopSignals
+    from gpumem_otel.yielding.signals import StopSignals
 
     def stop():
         try:
@@ -257,7 +257,7 @@ def test_handlers_that_were_there_are_called_and_put_back(start):
 
 def test_what_was_there_is_put_back(start):
     job = start("""
-        from gpumem_otel.yielding.stopsignal import StopSignals
+        from gpumem_otel.yielding.signals import StopSignals
         before = [signal.getsignal(n) for n in (signal.SIGTSTP, signal.SIGCONT)]
         signals = StopSignals(lambda: None, lambda: None)
         signals.start()

@@ -28,7 +28,7 @@ from support.said import said
 from support.servers import Prometheus, until
 from test_demo_end_to_end import url_of
 
-from gpumem_otel.export.table import METRICS
+from gpumem_otel.metrics.table import METRICS
 
 if TYPE_CHECKING:
     from support.dashboards import Asked

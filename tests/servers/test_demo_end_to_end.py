@@ -23,7 +23,7 @@ from support import observations as obs
 from support.cli_process import WAIT, clean_environ
 from support.servers import Collector, Prometheus, program, until
 
-from gpumem_otel.export.table import Level, shown
+from gpumem_otel.metrics.table import Level, shown
 
 if TYPE_CHECKING:
     from pathlib import Path

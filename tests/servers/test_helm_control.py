@@ -22,10 +22,10 @@ from support.servers import until
 from support.yield_double import YieldDouble
 
 from gpumem_otel.errors import ServeError
-from gpumem_otel.options import resolve
-from gpumem_otel.ranks import identify
-from gpumem_otel.serve.control import ControlListener
-from gpumem_otel.serve.roles import parse_tokens
+from gpumem_otel.settings.identity import identify
+from gpumem_otel.settings.options import resolve
+from gpumem_otel.yielding.control.listener import ControlListener
+from gpumem_otel.yielding.control.roles import parse_tokens
 
 pytestmark = pytest.mark.servers
 

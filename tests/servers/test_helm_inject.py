@@ -387,15 +387,15 @@ def test_the_environment_arms_a_python_that_has_nothing_of_ours(cluster, laid_ou
 
     code = """
 import sys, gpumem_otel
-from gpumem_otel.options import resolve
-from gpumem_otel.config import process_environ
-from gpumem_otel.ranks import identify
+from gpumem_otel.settings.options import resolve
+from gpumem_otel.settings.config import process_environ
+from gpumem_otel.settings.identity import identify
 import opentelemetry.sdk.metrics, prometheus_client, uvicorn, starlette.applications
 config = resolve(process_environ())
 who = identify(process_environ(), service_name=config.service_name, namespace=config.namespace)
 print(config.warnings, config.serve.enabled, config.serve.host, config.serve.port)
 print(who.service_name, who.namespace, who.node)
-print(gpumem_otel.__file__.startswith(sys.path[-1]), 'gpumem_otel.lifecycle' in sys.modules)
+print(gpumem_otel.__file__.startswith(sys.path[-1]), 'gpumem_otel.api.lifecycle' in sys.modules)
 """
     done = subprocess.run(
         [laid_out / "bare" / "bin" / "python", "-c", code],

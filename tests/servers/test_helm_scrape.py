@@ -24,10 +24,10 @@ from support.kubernetes import TOKEN, ControlPlane, Operator, helm
 from support.said import said
 from support.servers import Prometheus, free_port, program, until
 
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.export.prometheus import Exposition
-from gpumem_otel.export.table import Level, shown
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.metrics.prometheus import Exposition
+from gpumem_otel.metrics.table import Level, shown
 
 pytestmark = pytest.mark.servers
 

@@ -13,10 +13,10 @@ from support.exposed import exposed
 from support.said import said
 from support.servers import Collector, Prometheus, program
 
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.export.prometheus import Exposition
-from gpumem_otel.export.table import METRICS, Level
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.metrics.prometheus import Exposition
+from gpumem_otel.metrics.table import METRICS, Level
 
 pytestmark = pytest.mark.servers
 
@@ -27,8 +27,8 @@ OF_THE_SCRAPER = {"job", "instance", "exported_job", "exported_instance"}
 EXPORT_ONCE = """
 import os, sys
 from support import observations as obs
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.export.otel import OtelMetrics
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.metrics.otlp import OtelMetrics
 
 rank = int(sys.argv[1])
 counters = Counters()

@@ -22,8 +22,8 @@ from support.replayed_job import AT_ITS_END, JOBS, replayed
 from support.said import said
 from support.servers import until
 
-from gpumem_otel.core.recording import load_recording
-from gpumem_otel.export.table import Level, shown
+from gpumem_otel.metrics.table import Level, shown
+from gpumem_otel.recording.writer import load_recording
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from gpumem_otel import page
+from gpumem_otel.page import html
 
 __all__ = ["chromium", "missing"]
 
@@ -16,7 +16,7 @@ def missing() -> str:
         return "playwright is not installed: pip install -e '.[browser]'"
     if chromium() is None:
         return "no chromium here: apt-get install chromium"
-    if not page.available():
+    if not html.available():
         return "the page is not built: npm is missing, or was when gpumem-otel was installed"
     return ""
 

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from support.listening import WAIT, Client, connected
 
-from gpumem_otel.config import ControlConfig
-from gpumem_otel.core.model import Identity
+from gpumem_otel.base.profile import Identity
 from gpumem_otel.serve.binding import TcpBinding
-from gpumem_otel.serve.control import ControlListener
-from gpumem_otel.serve.loop import ListenerLoop
+from gpumem_otel.serve.event_loop import ListenerLoop
+from gpumem_otel.settings.config import ControlConfig
+from gpumem_otel.yielding.control.listener import ControlListener
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

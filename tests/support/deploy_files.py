@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from gpumem_otel.options import OPTIONS
+from gpumem_otel.settings.options import OPTIONS
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

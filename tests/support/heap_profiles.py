@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from gpumem_otel.core.frames import UNNAMED
-from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sample
+from gpumem_otel.base.profile import Frame, HeapProfile, ProfileKind, Sample
+from gpumem_otel.snapshot.stacks import UNNAMED
 
 __all__ = ["PROFILES", "ROOT", "SAMPLES", "SMALL", "as_written", "live", "tower"]
 

@@ -9,9 +9,9 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpumem_otel.config import ServeConfig
-from gpumem_otel.serve.deps import AppDeps, Health
-from gpumem_otel.serve.server import Listener
+from gpumem_otel.serve.dependencies import AppDeps, Health
+from gpumem_otel.serve.listener import Listener
+from gpumem_otel.settings.config import ServeConfig
 
 if TYPE_CHECKING:
     import ssl

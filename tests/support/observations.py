@@ -6,17 +6,11 @@ from dataclasses import replace
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from gpumem_otel.core.classify import TensorClass
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.model import (
-    DeviceBooks,
-    DeviceStats,
-    Identity,
-    Observation,
-    SourceStatus,
-    StepStats,
-)
-from gpumem_otel.core.yields import RESIDUAL_CAUSES, Phase, YieldState, YieldStatus
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.base.profile import DeviceStats, DeviceTotals, Identity, SourceStatus, StepStats
+from gpumem_otel.metrics.observation import Observation
+from gpumem_otel.snapshot.tensor_classes import TensorClass
+from gpumem_otel.yielding.values import RESIDUAL_CAUSES, Phase, YieldState, YieldStatus
 
 UUID = "GPU-5d3c1e2f-0a1b-4c2d-8e3f-a1b2c3d4e5f6"
 
@@ -58,9 +52,9 @@ def stats(device: int = 0, **changes) -> DeviceStats:
     return replace(values, **changes)
 
 
-def books(device: int = 0, **changes) -> DeviceBooks:
+def books(device: int = 0, **changes) -> DeviceTotals:
     """What a read-out a moment ago said about that device."""
-    values = DeviceBooks(
+    values = DeviceTotals(
         device=device,
         reserved_bytes=8_000_000_000,
         allocated_bytes=6_000_000_000,

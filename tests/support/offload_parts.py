@@ -8,14 +8,14 @@ from functools import partial
 import pytest
 import torch
 
-from gpumem_otel.capture.storages import storages_of
-from gpumem_otel.core.yields import Movable, YieldRequest
-from gpumem_otel.yielding.devices import CpuDevices
-from gpumem_otel.yielding.hostlimits import HostRoom
-from gpumem_otel.yielding.hostmem import HostPool
-from gpumem_otel.yielding.ledger import DeviceLedger, HostLedger
-from gpumem_otel.yielding.offload import Offload
-from gpumem_otel.yielding.staging import Staging
+from gpumem_otel.capture.objects.storages import storages_of
+from gpumem_otel.yielding.copy.devices import CpuDevices
+from gpumem_otel.yielding.copy.host_memory import HostPool
+from gpumem_otel.yielding.copy.limits import HostRoom
+from gpumem_otel.yielding.copy.offload import Offload
+from gpumem_otel.yielding.copy.reservations import DeviceReservations, HostReservations
+from gpumem_otel.yielding.copy.staging import Staging
+from gpumem_otel.yielding.values import Candidate, YieldRequest
 
 PIECE = 64 << 10
 PLENTY = 1 << 40
@@ -66,8 +66,8 @@ class Parts:
     ):
         self.devices = Watched(free=free)
         self.pool = HostPool(self.devices, piece_bytes=piece, threads=2, pinned_limit_bytes=limit)
-        self.host = HostLedger(f"{folder}/ledger", lambda: HostRoom(room, "the test"))
-        self.gpus = DeviceLedger(f"{folder}/ledger")
+        self.host = HostReservations(f"{folder}/ledger", lambda: HostRoom(room, "the test"))
+        self.gpus = DeviceReservations(f"{folder}/ledger")
         self.offload = Offload(
             self.devices, self.pool, self.host, self.gpus, keep_bytes=keep,
             staging=partial(Staging, buffers=4, buffer_bytes=ring, threads=3),
@@ -127,7 +127,7 @@ def failing_resize(when, error=None, *, done=False):
 
 def movable(storage, tensor_class="parameter", device=0, stream=0):
     size = storage.nbytes()
-    return Movable(storage, device, storage.data_ptr(), size, size, stream, tensor_class)
+    return Candidate(storage, device, storage.data_ptr(), size, size, stream, tensor_class)
 
 
 def movables_of(tensors, **more):

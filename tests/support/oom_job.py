@@ -18,7 +18,7 @@ sys.modules["torch"] = torch
 def arm(**options):
     """Install, where that was not done, and bring CUDA up; the agent."""
     import gpumem_otel  # noqa: PLC0415 - jobs without us do without
-    from gpumem_otel import lifecycle  # noqa: PLC0415
+    from gpumem_otel.api import lifecycle  # noqa: PLC0415
 
     if options or lifecycle.current() is None:
         gpumem_otel.install(**options)

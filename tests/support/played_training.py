@@ -18,13 +18,13 @@ import torch.distributed as dist
 from support.deploy_files import EXAMPLES
 
 import gpumem_otel
-from gpumem_otel import lifecycle
-from gpumem_otel.agent import Agent
-from gpumem_otel.capture.replay import ReplaySource
-from gpumem_otel.core.recording import load_recording
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.options import resolve
-from gpumem_otel.serve import rundir
+from gpumem_otel.api import lifecycle
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.recording.source import ReplaySource
+from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.serve import discovery
+from gpumem_otel.settings.options import resolve
 
 
 def main(arguments: list[str]) -> None:
@@ -42,7 +42,9 @@ def main(arguments: list[str]) -> None:
         dist.barrier()
         dist.destroy_process_group()
     (listed,) = (
-        one.port for one in rundir.targets(environ["GPUMEM_OTEL_RUN_DIR"]) if one.pid == os.getpid()
+        one.port
+        for one in discovery.targets(environ["GPUMEM_OTEL_RUN_DIR"])
+        if one.pid == os.getpid()
     )
     with urllib.request.urlopen(f"http://127.0.0.1:{listed}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()

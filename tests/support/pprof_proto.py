@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
-from gpumem_otel.core.model import Frame, Sample
+from gpumem_otel.base.profile import Frame, Sample
 
 __all__ = ["Profile", "parse", "render", "samples_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 
-from gpumem_otel.profiling import line_profiler, profile
+from gpumem_otel.api.line_profiler import line_profiler, profile
 
 KIB = 1024
 MONITORING = hasattr(sys, "monitoring")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from gpumem_otel.config import ProfileConfig
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.model import (
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.base.profile import (  # fmt: skip
     Frame,
     HeapProfile,
     Identity,
     ProfileKind,
     Sample,
     SourceStatus,
-)  # fmt: skip
+)
+from gpumem_otel.settings.config import ProfileConfig
 
 if TYPE_CHECKING:
     import threading

@@ -8,11 +8,11 @@ import json
 
 from support.raw_snapshots import alloc, block, frame, segment, snapshot
 
-from gpumem_otel.core.frames import identity_namer
-from gpumem_otel.core.model import DeviceStats, Identity, StepStats
-from gpumem_otel.core.ports import Reading
-from gpumem_otel.core.recording import RecordingWriter
-from gpumem_otel.core.snapshot import from_torch
+from gpumem_otel.base.profile import DeviceStats, Identity, StepStats
+from gpumem_otel.recording.writer import RecordingWriter
+from gpumem_otel.snapshot.reading import Reading
+from gpumem_otel.snapshot.snapshot import from_torch
+from gpumem_otel.snapshot.stacks import identity_namer
 
 IDENTITY = Identity(
     service_name="job",

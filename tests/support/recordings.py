@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gpumem_otel.core.frames import file_function_namer
-from gpumem_otel.core.model import DeviceStats, Identity, StepStats
-from gpumem_otel.core.ports import Reading
-from gpumem_otel.core.recording import RecordingWriter
-from gpumem_otel.core.snapshot import Snapshot, load_snapshot
+from gpumem_otel.base.profile import DeviceStats, Identity, StepStats
+from gpumem_otel.profiles.of_file import load_snapshot
+from gpumem_otel.recording.writer import RecordingWriter
+from gpumem_otel.snapshot.reading import Reading
+from gpumem_otel.snapshot.stacks import file_function_namer
+
+if TYPE_CHECKING:
+    from gpumem_otel.snapshot.snapshot import TorchSnapshot
 
 DATA = Path(__file__).parents[1] / "data"
 START_NS = 1_800_000_000_000_000_000
 SECOND_NS = 1_000_000_000
 
 
-def stats_of(snapshot: Snapshot, device: int, turn: int) -> DeviceStats:
+def stats_of(snapshot: TorchSnapshot, device: int, turn: int) -> DeviceStats:
     """Counters that agree with a snapshot."""
     books = snapshot.books(device)
     return DeviceStats(

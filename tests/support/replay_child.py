@@ -13,11 +13,11 @@ import os
 import signal
 import sys
 
-from gpumem_otel.agent import Agent
-from gpumem_otel.capture.replay import ReplaySource
-from gpumem_otel.core.recording import load_recording
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.options import resolve
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.recording.source import ReplaySource
+from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.settings.options import resolve
 
 
 def main(path: str, speed: float) -> None:

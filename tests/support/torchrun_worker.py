@@ -16,13 +16,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 import gpumem_otel
-from gpumem_otel import lifecycle
-from gpumem_otel.agent import Agent
-from gpumem_otel.capture.replay import ReplaySource
-from gpumem_otel.core.recording import load_recording
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.options import resolve
-from gpumem_otel.serve import rundir
+from gpumem_otel.api import lifecycle
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.recording.source import ReplaySource
+from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.serve import discovery
+from gpumem_otel.settings.options import resolve
 
 READS = 3
 
@@ -71,9 +71,9 @@ class Reads:
 def look(run_dir: str, out: Path, restart: str) -> None:
     """What a scraper on this machine sees, and what the launcher shows (it should be nothing)."""
     launcher = os.getppid()
-    entries = rundir.targets(run_dir)
+    entries = discovery.targets(run_dir)
     seen = {
-        "file_sd": json.loads(rundir.file_sd(run_dir)),
+        "file_sd": json.loads(discovery.file_sd(run_dir)),
         "files": sorted(path.name for path in Path(run_dir).iterdir()),
         "pids": [entry.pid for entry in entries],
         "ports": [entry.port for entry in entries],

@@ -7,7 +7,8 @@ import time
 from collections import OrderedDict
 from dataclasses import replace
 
-from gpumem_otel.core.yields import (
+from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.yielding.values import (
     Operation,
     OperationState,
     Phase,
@@ -19,7 +20,6 @@ from gpumem_otel.core.yields import (
     YieldState,
     YieldStatus,
 )
-from gpumem_otel.errors import YieldRefusedError
 
 GIB = 1 << 30
 HELD = {"parameter": 4 * GIB, "optimizer_state": 8 * GIB}

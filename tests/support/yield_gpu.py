@@ -21,9 +21,14 @@ ROOT = Path(__file__).parents[2]
 HEAD = """
 import json, os, signal, subprocess, sys, threading, time
 import gpumem_otel
-from gpumem_otel import lifecycle
-from gpumem_otel.core.yields import (
-    OperationState, RestoreRequest, YieldLevel, YieldRequest, YieldState)
+from gpumem_otel.api import lifecycle
+from gpumem_otel.yielding.values import (
+    OperationState,
+    RestoreRequest,
+    YieldLevel,
+    YieldRequest,
+    YieldState,
+)
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 RUN_DIR = os.environ["RUN_DIR"]
 OPTIONS = json.loads(os.environ.get("OPTIONS", "{}"))
@@ -77,7 +82,7 @@ class Training:
         return right
 
 def engine():
-    from gpumem_otel.yields import engine_of
+    from gpumem_otel.api.yields import engine_of
     return engine_of(lifecycle.current())
 
 def ended(operation):
@@ -120,9 +125,9 @@ def refused(call, *arguments, **options):
 
 def hold_all_host_memory():
     "As a yield of another process does that takes all there is; `close()` gives it up."
-    from gpumem_otel.yielding.hostlimits import HostRoom
-    from gpumem_otel.yielding.ledger import HostLedger
-    other = HostLedger(f"{RUN_DIR}/yield", lambda: HostRoom(1 << 60, "the test"))
+    from gpumem_otel.yielding.copy.limits import HostRoom
+    from gpumem_otel.yielding.copy.reservations import HostReservations
+    other = HostReservations(f"{RUN_DIR}/yield", lambda: HostRoom(1 << 60, "the test"))
     other.reserve(1 << 50)
     return other
 

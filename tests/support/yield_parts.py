@@ -11,15 +11,14 @@ import weakref
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.yields import Found, Movable, OperationState, Phase, PhaseTime
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.base.counters import Counters
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
-from gpumem_otel.export.clock import SystemClock
 from gpumem_otel.yielding.callbacks import Callbacks
-from gpumem_otel.yielding.engine import YieldEngine
-from gpumem_otel.yielding.parts import YieldParts
-from gpumem_otel.yielding.safepoint import SafePoints
-from gpumem_otel.yielding.stillness import Stillness
+from gpumem_otel.yielding.engine.dependencies import YieldDependencies
+from gpumem_otel.yielding.engine.engine import YieldEngine
+from gpumem_otel.yielding.engine.safepoint import Quiescence, SafePoints
+from gpumem_otel.yielding.values import Candidate, OperationState, Phase, PhaseTime, ScanResult
 
 SIZE = 1 << 20
 
@@ -52,22 +51,22 @@ class Faults:
             raise self.now.pop(call)
 
 
-def movable(storage: Storage, number: int, tensor_class: str, device: int = 0) -> Movable:
-    return Movable(storage, device, 0x1000 * (number + 1), SIZE, SIZE, 0, tensor_class)
+def movable(storage: Storage, number: int, tensor_class: str, device: int = 0) -> Candidate:
+    return Candidate(storage, device, 0x1000 * (number + 1), SIZE, SIZE, 0, tensor_class)
 
 
 class FakeFinder:
-    def __init__(self, faults: Faults, movables: list[Movable]) -> None:
+    def __init__(self, faults: Faults, movables: list[Candidate]) -> None:
         self.faults = faults
-        self.found = Found(tuple(movables))
+        self.found = ScanResult(tuple(movables))
         self.asked: list[bool] = []
 
-    def find(self, *, assume_private: bool) -> Found:
+    def find(self, *, assume_private: bool) -> ScanResult:
         self.asked.append(assume_private)
         self.faults.hit("find")
         return self.found
 
-    def probable(self) -> tuple[Movable, ...]:
+    def probable(self) -> tuple[Candidate, ...]:
         return self.found.movables if self.asked else ()
 
 
@@ -76,7 +75,7 @@ class FakeOffload:
 
     def __init__(self, faults: Faults) -> None:
         self.faults = faults
-        self.items: list[Movable] = []
+        self.items: list[Candidate] = []
         self.thrown: tuple[str, ...] = ()
         self.verifies = False
         self.away: set[int] = set()
@@ -87,7 +86,7 @@ class FakeOffload:
         self.reserved = False
         self.closed = 0
         self.zeroed: set[str] = set()
-        self.begun: list[Movable] = []
+        self.begun: list[Candidate] = []
         self.copies_ahead = False
         self.on_waiting = lambda why: None
 
@@ -165,7 +164,7 @@ class FakeOffload:
                 self.zeroed.add(one.tensor_class)
             self._fill(one)
 
-    def _fill(self, one: Movable) -> None:
+    def _fill(self, one: Candidate) -> None:
         if id(one) in self.away:
             one.storage.device = "zeros" if one.storage.discarded else one.storage.host
             self.away.discard(id(one))
@@ -300,11 +299,11 @@ class World:
         self.why_not_now = ""
         self.usage: tuple = ()
         self.participants: set[threading.Thread] = set()
-        self.parts = YieldParts(
+        self.parts = YieldDependencies(
             finder=self.finder,
             offload=self.offload,
             safe_points=self.safe_points,
-            stillness=Stillness(
+            stillness=Quiescence(
                 participants=lambda: self.participants,
                 who_else=lambda parked, known, glance: self.works,
                 counters=lambda: dict(self.moving),

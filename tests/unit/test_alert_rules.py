@@ -8,9 +8,9 @@ import pytest
 import yaml
 from support import alert_rules
 
-from gpumem_otel.core.yields import YieldState
-from gpumem_otel.export.table import METRICS, Level
-from gpumem_otel.export.values import OVERDUE
+from gpumem_otel.metrics.table import METRICS, Level
+from gpumem_otel.metrics.values import OVERDUE
+from gpumem_otel.yielding.values import YieldState
 
 ROWS = {metric.prometheus: metric for metric in METRICS}
 RECORDS = alert_rules.records()

@@ -27,12 +27,12 @@ from support.dashboards import (
     queries,
 )
 
-from gpumem_otel.core.model import HeapProfile, Identity, ProfileKind
-from gpumem_otel.core.pprof import encode
-from gpumem_otel.core.yields import YieldState
-from gpumem_otel.export.pyroscope import PROFILE_NAME, series_labels
-from gpumem_otel.export.table import METRICS, Level
-from gpumem_otel.export.values import OVERDUE
+from gpumem_otel.base.profile import HeapProfile, Identity, ProfileKind
+from gpumem_otel.metrics.table import METRICS, Level
+from gpumem_otel.metrics.values import OVERDUE
+from gpumem_otel.profiles.pprof import encode
+from gpumem_otel.push.pyroscope import PROFILE_NAME, series_labels
+from gpumem_otel.yielding.values import YieldState
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "deploy" / "prometheus" / "rules"

@@ -24,8 +24,8 @@ from support.deploy_files import (
     variables,
 )
 
-from gpumem_otel.cli.demo import command as demo_command
-from gpumem_otel.options import resolve
+from gpumem_otel.cli.demo.command import command as demo_command
+from gpumem_otel.settings.options import resolve
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=named)

@@ -28,10 +28,10 @@ from support.deploy_files import (
 )
 
 from gpumem_otel._version import __version__
-from gpumem_otel.core.model import Identity
-from gpumem_otel.export.table import METRICS
-from gpumem_otel.options import resolve
-from gpumem_otel.serve import rundir
+from gpumem_otel.base.profile import Identity
+from gpumem_otel.metrics.table import METRICS
+from gpumem_otel.serve import discovery
+from gpumem_otel.settings.options import resolve
 
 COMPOSE = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 SERVICES = COMPOSE["services"]
@@ -74,10 +74,10 @@ def test_every_metric_and_label_is_one_of_the_table(path):
     # a name ends where no letter follows: a program, an image or a package is no metric
     found = set(re.findall(r"\b(?:gpumem|hw_gpu)_[a-z0-9_]+", text)) - {"gpumem_otel"}
     assert found <= names
-    entry = rundir.entry_for(
+    entry = discovery.entry_for(
         Identity(service_name="s", namespace="n", run_id="r", node="m"), ("127.0.0.1", 9464)
     )
-    (group,) = json.loads(rundir.as_file_sd([entry]))
+    (group,) = json.loads(discovery.as_file_sd([entry]))
     assert set(re.findall(r"__meta_gpumem_\w+", text)) <= set(group["labels"])
 
 

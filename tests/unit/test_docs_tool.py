@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_otel import config as config_module
-from gpumem_otel.options import OPTIONS, resolve
+from gpumem_otel.settings import config as config_module
+from gpumem_otel.settings.options import OPTIONS, resolve
 
 ROOT = Path(__file__).parents[2]
 

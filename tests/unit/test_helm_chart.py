@@ -11,8 +11,8 @@ import yaml
 from support import alert_rules
 
 from gpumem_otel._version import __version__
-from gpumem_otel.options import OPTIONS
-from gpumem_otel.serve.roles import Role, parse_tokens
+from gpumem_otel.settings.options import OPTIONS
+from gpumem_otel.yielding.control.roles import Role, parse_tokens
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "helm" / "gpumem-otel"

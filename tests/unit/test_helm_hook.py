@@ -37,7 +37,9 @@ class Pod:
     def package(self, folder: Path, text: str) -> None:
         (folder / "gpumem_otel").mkdir(parents=True)
         (folder / "gpumem_otel" / "__init__.py").write_text("")
-        (folder / "gpumem_otel" / "instrumentor.py").write_text(text)
+        (folder / "gpumem_otel" / "api").mkdir()
+        (folder / "gpumem_otel" / "api" / "__init__.py").write_text("")
+        (folder / "gpumem_otel" / "api" / "auto.py").write_text(text)
 
     def has(self, name: str) -> None:
         """The job has a package of this name and version."""
@@ -151,7 +153,7 @@ def test_the_line_is_said_once_for_a_process_and_its_children(pod):
 
 
 def test_a_package_that_can_not_be_imported_is_one_line(pod):
-    (pod.packages / "gpumem_otel" / "instrumentor.py").write_text("import no_such_thing")
+    (pod.packages / "gpumem_otel" / "api" / "auto.py").write_text("import no_such_thing")
 
     done = pod.run("raise SystemExit(3)")
 

@@ -1,10 +1,11 @@
-"""The layer table as a test: who may import whom, and which library lives in which file."""
+"""The house as a test: who may import whom, which library lives where, and no circle of imports."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,77 +14,86 @@ PACKAGE = Path(__file__).parents[2] / "gpumem_otel"
 
 MAY_IMPORT = {
     "errors": set(),
-    "logs": set(),
-    "folders": {"errors"},
-    "settingfiles": {"errors"},
     "_version": set(),
-    "core": {"errors"},
-    "config": {"errors"},
-    "options": {"config", "core", "errors", "parsers"},
-    "parsers": {"config", "core"},
-    "ranks": {"core", "errors"},
-    "capture": {"core", "config", "errors", "logs"},
-    "export": {"core", "config", "errors", "folders", "logs", "settingfiles", "_version"},
-    "serve": {"core", "config", "errors", "folders", "logs", "settingfiles", "_version"},
-    "yielding": {"core", "config", "errors", "folders", "logs"},
-    "yields": {
-        "agent", "capture", "config", "core", "errors", "export", "lifecycle", "logs", "options",
-        "yielding", "yieldparts",
+    "base": {"errors"},
+    "settings": {"base", "errors"},
+    "snapshot": {"base", "errors"},
+    "recording": {"base", "errors", "snapshot"},
+    "profiles": {"base", "errors", "recording", "snapshot"},
+    "page": {"_version", "base", "errors", "profiles", "recording", "snapshot"},
+    "capture": {"base", "errors", "profiles", "settings", "snapshot"},
+    "tensors": {"base", "capture", "errors", "profiles", "snapshot"},
+    "line_profiling": {"base", "capture", "errors", "profiles", "snapshot"},
+    "serve": {"_version", "base", "errors", "settings"},
+    "push": {"_version", "base", "errors", "profiles", "settings"},
+    "yielding": {
+        "_version", "base", "capture", "errors", "serve", "settings", "snapshot", "tensors",
     },
-    "yieldparts": {"capture", "config", "core", "export", "ranks", "yielding"},
-    "answers": {"capture", "config", "core", "errors", "ranks", "serve"},
-    "ooms": {"answers", "capture", "config", "core", "errors", "export", "logs", "serve"},
-    "undoing": {"core", "errors", "logs"},
-    "readparts": {"answers", "capture", "config", "core", "errors", "export", "undoing"},
-    "serveparts": {
-        "answers", "capture", "config", "core", "export", "ranks", "serve", "undoing",
+    "metrics": {"_version", "base", "errors", "settings", "snapshot", "yielding"},
+    "oom": {
+        "base", "capture", "errors", "metrics", "profiles", "push", "recording", "serve",
+        "settings", "snapshot",
     },
-    "exportparts": {"answers", "capture", "config", "core", "export", "readparts", "undoing"},
-    "agent": {
-        "answers", "capture", "config", "core", "errors", "exportparts", "logs", "ooms",
-        "readparts", "serveparts", "undoing", "yielding",
+    "runtime": {
+        "base", "capture", "errors", "line_profiling", "metrics", "oom", "profiles", "push",
+        "recording", "serve", "settings", "snapshot", "yielding",
     },
-    "lifecycle": {"agent", "config", "core", "errors", "logs", "options"},
-    "page": {"core", "errors", "_version"},
-    "offline": {"core", "errors", "page"},
-    "inspection": {"capture", "config", "core", "errors", "lifecycle"},
-    "regions": {"capture", "core", "errors", "lifecycle"},
-    "linereport": {"core", "errors"},
-    "profiling": {"capture", "core", "errors", "linereport"},
-    "notebook": {"magics"},
-    "magics": {"capture", "core", "errors", "lifecycle", "linereport", "offline", "profiling"},
-    "__init__": {
-        "inspection", "lifecycle", "core", "errors", "notebook", "offline", "profiling", "regions",
-        "yields", "_version",
+    "api": {
+        "_version", "base", "capture", "errors", "line_profiling", "metrics", "page", "profiles",
+        "runtime", "settings", "snapshot", "tensors", "yielding",
     },
-    "instrumentor": {"lifecycle", "errors", "logs", "_version"},
-    "__main__": {"cli"},
+    "__init__": {"_version", "api", "errors"},
     "cli": {
-        "agent", "capture", "config", "core", "errors", "export", "instrumentor", "lifecycle",
-        "options", "page", "ranks", "serve", "settingfiles", "_version",
+        "_version", "api", "base", "errors", "metrics", "oom", "page", "profiles", "push",
+        "recording", "runtime", "serve", "settings", "snapshot", "yielding",
     },
+    "__main__": {"cli"},
 }  # fmt: skip
-"""Top-level module or folder -> what it may import besides itself."""
+"""Folder or top-level module -> what it may import besides itself; each only what stands above."""
 
 HOMES = {
-    "torch": ("capture/", "yielding/"),
-    "opentelemetry": ("export/otel", "instrumentor.py"),
-    "prometheus_client": ("export/prometheus.py",),
-    "urllib3": ("export/transport.py",),
-    "pyroscope": ("export/hostprofiles.py",),
-    "starlette": ("serve/",),
+    "torch": ("capture/", "yielding/", "cli/demo/demo_model.py"),
+    "opentelemetry": ("metrics/otlp", "metrics/spans.py", "api/auto.py"),
+    "prometheus_client": ("metrics/prometheus.py",),
+    "urllib3": ("push/transport.py",),
+    "pyroscope": ("push/host_profiles.py",),
+    "starlette": ("serve/", "yielding/control/"),
     "uvicorn": ("serve/",),
     "click": ("cli/",),
     "rich": ("cli/",),
-    "pandas": ("inspection.py", "linereport.py", "offline.py"),
+    "pandas": ("api/", "line_profiling/render.py"),
 }
 """Library -> the only files that may import it."""
 
-STANDARD_LIBRARY_OF_CORE_MAY_NOT_INCLUDE = {
+PURE = ("base/", "snapshot/", "profiles/", "recording/", "page/", "yielding/values.py")
+NOT_PURE = (
+    "base/clock.py", "base/gate.py", "base/logs.py", "base/threads.py", "recording/file.py",
+    "recording/source.py", "page/html.py",
+)  # fmt: skip
+"""Values in, values out: the standard library alone, and none of it that has effects."""
+
+EFFECTS = {
     "logging", "signal", "socket", "ssl", "subprocess", "tempfile", "time", "datetime",
 }  # fmt: skip
 
+MAY_IMPORT_BY_NAME = {"cli/main.py", "cli/demo/demo_train.py"}
+"""Files that import a module of ours by a name that is made while they run: the table of verbs."""
+
+MOST_FILES = 25
+
 FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def where(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def module_name(path: Path) -> str:
+    parts = ("gpumem_otel", *path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+MODULES = {module_name(path): path for path in FILES}
 
 
 def imports(path: Path) -> list[tuple[str, bool]]:
@@ -101,42 +111,71 @@ def imports(path: Path) -> list[tuple[str, bool]]:
             found += [(alias.name, id(node) in typing_only) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            found.append((node.module or "", id(node) in typing_only))
-            if node.module == "gpumem_otel":
-                found += [(f"gpumem_otel.{a.name}", id(node) in typing_only) for a in node.names]
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            modules = [name if name in MODULES else node.module or "" for name in names]
+            found += [(name, id(node) in typing_only) for name in dict.fromkeys(modules)]
     return found
 
 
-def room(module: str) -> str:
+def folder(module: str) -> str:
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", FILES, ids=where)
 def test_layer_table(path: Path) -> None:
     name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     for module, _ in imports(path):
         if module.split(".")[0] == "gpumem_otel" and module != "gpumem_otel":
-            assert room(module) in MAY_IMPORT[name] | {name}, f"{path} imports {module}"
+            assert folder(module) in MAY_IMPORT[name] | {name}, f"{path} imports {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_libraries_stay_in_their_rooms(path: Path) -> None:
-    where = str(path.relative_to(PACKAGE))
+def test_each_row_of_the_table_names_only_rows_above_it() -> None:
+    above: set[str] = set()
+    for name, may_import in MAY_IMPORT.items():
+        assert may_import <= above, f"{name} may import what stands below it"
+        above.add(name)
+
+
+def test_no_circle_of_imports() -> None:
+    """Those for type checkers count: nobody can read a file of a circle alone."""
+    edges = {
+        name: {module for module, _ in imports(path) if module in MODULES and module != name}
+        for name, path in MODULES.items()
+    }
+    left = dict(edges)
+    while free := {name for name, needed in left.items() if not needed & left.keys()}:
+        left = {name: needed for name, needed in left.items() if name not in free}
+    assert not left, f"in or above a circle: {sorted(left)}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=where)
+def test_no_import_by_name(path: Path) -> None:
+    """What is imported by a string is in no table."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func).split(".")[-1]
+        if called in {"import_module", "__import__"} and where(path) not in MAY_IMPORT_BY_NAME:
+            assert "gpumem_otel" not in ast.unparse(node), f"{path}:{node.lineno}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=where)
+def test_libraries_stay_in_their_folders(path: Path) -> None:
+    name = where(path)
+    pure = name.startswith(PURE) and name not in NOT_PURE
     for module, typing_only in imports(path):
         library = module.split(".")[0]
         if library in HOMES and not typing_only:
-            assert where.startswith(HOMES[library]), f"{where} imports {module}"
-        if where.startswith("core/"):
-            assert library in sys.stdlib_module_names | {"gpumem_otel"}, f"{where}: {module}"
-            assert typing_only or library not in STANDARD_LIBRARY_OF_CORE_MAY_NOT_INCLUDE, (
-                f"{where}: {module}"
-            )
+            assert name.startswith(HOMES[library]), f"{name} imports {module}"
+        if pure:
+            assert library in sys.stdlib_module_names | {"gpumem_otel"}, f"{name}: {module}"
+            assert typing_only or library not in EFFECTS, f"{name}: {module}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+@pytest.mark.parametrize("path", FILES, ids=where)
 def test_environment_is_read_in_config_alone(path: Path) -> None:
-    if path.name == "config.py":
+    if where(path) == "settings/config.py":
         return
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Attribute) and node.attr in {"environ", "getenv", "putenv"}:
@@ -145,32 +184,31 @@ def test_environment_is_read_in_config_alone(path: Path) -> None:
             )
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_all_is_sorted_and_true(path: Path) -> None:
-    """`__all__` lists exactly the public names that a module defines."""
-    tree = ast.parse(path.read_text())
-    listed: list[str] | None = None
-    defined: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
-            defined.add(node.name)
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        if isinstance(node, ast.AnnAssign):
-            targets = [node.target]
-        for target in targets:
-            if isinstance(target, ast.Name):
-                if target.id == "__all__":
-                    listed = ast.literal_eval(node.value)
-                else:
-                    defined.add(target.id)
-    if path.name == "__init__.py" or path.name.startswith("_"):
-        return
-    assert listed is not None, "no __all__"
-    assert sorted(listed, key=lambda n: (not n.isupper(), not n[0].isupper(), n)) == listed
-    public = {name for name in defined if not name.startswith("_")}
-    assert {n for n in listed if n in defined} == set(listed), "lists what it does not define"
-    functions = {n for n in public if not n.isupper()}
-    assert functions <= set(listed), f"not listed: {functions - set(listed)}"
+def test_folders_are_small_and_say_what_they_are_for() -> None:
+    files = Counter(path.parent for path in FILES)
+    for inside, count in files.items():
+        assert count <= MOST_FILES, f"{inside} has {count} files"
+        docstring = ast.get_docstring(ast.parse((inside / "__init__.py").read_text()))
+        assert docstring, f"{inside}/__init__.py does not say what the folder is for"
+
+
+def test_no_public_class_name_twice() -> None:
+    names = Counter(
+        node.name
+        for path in FILES
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_all_is_for_packages() -> None:
+    """A module's public names are those without an underscore; only a facade needs a list."""
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        lists = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]
+        if path.name != "__init__.py":
+            assert not any(line.startswith("__all__ =") for line in lists), path
 
 
 def test_import_has_no_effect() -> None:

@@ -6,8 +6,8 @@ import importlib.util
 import shutil
 from pathlib import Path
 
-from gpumem_otel.cli.demo import RECORDING
-from gpumem_otel.core.recording import load_recording
+from gpumem_otel.cli.demo.command import RECORDING
+from gpumem_otel.recording.writer import load_recording
 
 ROOT = Path(__file__).parents[2]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.slurm_steps import NODES, batch, task
 
-from gpumem_otel.ranks import identify
+from gpumem_otel.settings.identity import identify
 
 
 @pytest.mark.parametrize("number", [0, 1])

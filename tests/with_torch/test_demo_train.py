@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from gpumem_otel.capture import demo_train
+from gpumem_otel.cli.demo import demo_train
 
 pytestmark = pytest.mark.torch
 

@@ -12,9 +12,9 @@ import sys
 import pytest
 from support.recordings import DATA, make_recording
 
+from gpumem_otel.base.profile import ProfileKind
 from gpumem_otel.cli.main import main
-from gpumem_otel.core.model import ProfileKind
-from gpumem_otel.core.opened import open_file
+from gpumem_otel.profiles.of_file import open_file
 
 pytestmark = pytest.mark.torch
 

@@ -20,11 +20,11 @@ from support.offload_parts import (  # noqa: E402
     tensor,
 )
 
-from gpumem_otel.capture.remembered import Remembered  # noqa: E402
-from gpumem_otel.core.yields import YieldRequest  # noqa: E402
 from gpumem_otel.errors import YieldRefusedError  # noqa: E402
-from gpumem_otel.yielding import headstart, placement  # noqa: E402
-from gpumem_otel.yielding import offload as offload_module  # noqa: E402
+from gpumem_otel.yielding.copy import offload as offload_module  # noqa: E402
+from gpumem_otel.yielding.copy import placement, prefetch  # noqa: E402
+from gpumem_otel.yielding.scan.candidates import Remembered  # noqa: E402
+from gpumem_otel.yielding.values import YieldRequest  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -131,13 +131,13 @@ def test_what_does_not_go_any_more_was_copied_for_nothing(begun):
 def test_what_is_given_up_ends_before_anything_else_happens(begun, monkeypatch, then):
     parts, tensors = begun
     before = [one.clone() for one in tensors]
-    real, dropping = headstart.HeadStart.drop, threading.Event()
+    real, dropping = prefetch.Prefetch.drop, threading.Event()
 
     def drop(head):
         dropping.set()
         real(head)
 
-    monkeypatch.setattr(headstart.HeadStart, "drop", drop)
+    monkeypatch.setattr(prefetch.Prefetch, "drop", drop)
     opener = threading.Thread(target=lambda: dropping.wait(20) and parts.gate.set())
     opener.start()
     parts.offload.begin(movables_of(tensors))
@@ -205,7 +205,7 @@ def test_an_interrupt_in_any_line_leaves_no_copy_under_way(make, monkeypatch):
     parts = make()
     tensors = [tensor(size, seed) for seed, size in enumerate((PIECE * 3, PIECE + 5))]
     before = [one.clone() for one in tensors]
-    gate, wait = threading.Event(), headstart.HeadStart._wait
+    gate, wait = threading.Event(), prefetch.Prefetch._wait
     give_back, found = parts.pool.give_back, []
 
     def waited_for(head):
@@ -218,7 +218,7 @@ def test_an_interrupt_in_any_line_leaves_no_copy_under_way(make, monkeypatch):
             gate.set()
         return give_back(keep_bytes)
 
-    monkeypatch.setattr(headstart.HeadStart, "_wait", waited_for)
+    monkeypatch.setattr(prefetch.Prefetch, "_wait", waited_for)
     monkeypatch.setattr(parts.pool, "give_back", given_back)
     lanes = parts.devices.lane
     for number in itertools.count(1):
@@ -350,7 +350,7 @@ def test_no_device_gets_more_than_its_share_ahead():
 
 
 def test_no_more_is_asked_for_ahead_than_the_last_look_left_time_for(begun, monkeypatch):
-    monkeypatch.setattr(headstart, "_FIRST_BYTES", PIECE)
+    monkeypatch.setattr(prefetch, "_FIRST_BYTES", PIECE)
     parts, tensors = begun
     parts.gate.set()
     now = [0.0]
@@ -374,7 +374,7 @@ def test_no_more_is_asked_for_ahead_than_the_last_look_left_time_for(begun, monk
     ],
 )
 def test_how_much_that_is(devices, look_seconds, bytes_per_second, expected):
-    assert headstart.ahead_bytes(devices, look_seconds, bytes_per_second) == expected
+    assert prefetch.ahead_bytes(devices, look_seconds, bytes_per_second) == expected
 
 
 def test_large_storages_are_remembered_without_being_kept_alive():

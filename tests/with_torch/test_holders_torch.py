@@ -13,8 +13,8 @@ import pytest
 from support.reported import run
 
 import gpumem_otel
-from gpumem_otel.capture.saved import can_be_read
 from gpumem_otel.errors import ConfigError
+from gpumem_otel.tensors.saved import can_be_read
 
 torch = pytest.importorskip("torch")
 

@@ -187,7 +187,7 @@ reader = InMemoryMetricReader()
 metrics.set_meter_provider(MeterProvider(metric_readers=[reader]))
 counter = metrics.get_meter("job").create_counter("job.steps")
 if which != "without":
-    from gpumem_otel import lifecycle
+    from gpumem_otel.api import lifecycle
     assert lifecycle.current().wait_listening(30)
     allocator.alloc(1000)
 for _ in range(3):
@@ -257,7 +257,7 @@ for size in (2, 3, 4, 2):  # recompiles
     optimizer.zero_grad()
     losses.append(round(float(loss), 5))
 if which == "with":
-    from gpumem_otel import lifecycle
+    from gpumem_otel.api import lifecycle
     agent = lifecycle.current()
     assert agent.wait_listening(30) and agent.flush(30) is not None
     steps = agent.observe().steps.steps
@@ -293,8 +293,8 @@ def test_a_forked_worker_that_owns_the_gpu_is_armed_anew(run):
         + """
 import json, multiprocessing, os, threading, urllib.request
 import gpumem_otel
-from gpumem_otel import lifecycle
-from gpumem_otel.serve import rundir
+from gpumem_otel.api import lifecycle
+from gpumem_otel.serve import discovery as rundir
 gpumem_otel.install(serve=True, port=0)
 
 def work(pipe):

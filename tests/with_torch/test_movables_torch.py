@@ -13,15 +13,15 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gpumem_otel.capture.exports import Exports  # noqa: E402
-from gpumem_otel.capture.movables import MovableFinder  # noqa: E402
-from gpumem_otel.capture.saved import can_be_read  # noqa: E402
-from gpumem_otel.capture.storages import storages_of  # noqa: E402
-from gpumem_otel.capture.tensors import TensorTable  # noqa: E402
-from gpumem_otel.core.model import SourceStatus  # noqa: E402
-from gpumem_otel.yielding.devices import CpuDevices  # noqa: E402
-from gpumem_otel.yielding.headstart import HeadStart  # noqa: E402
-from gpumem_otel.yielding.hostmem import HostPool  # noqa: E402
+from gpumem_otel.base.profile import SourceStatus  # noqa: E402
+from gpumem_otel.capture.objects.shared_storages import SharedStorages  # noqa: E402
+from gpumem_otel.capture.objects.storages import storages_of  # noqa: E402
+from gpumem_otel.capture.tensor_table import TensorTable  # noqa: E402
+from gpumem_otel.tensors.saved import can_be_read  # noqa: E402
+from gpumem_otel.yielding.copy.devices import CpuDevices  # noqa: E402
+from gpumem_otel.yielding.copy.host_memory import HostPool  # noqa: E402
+from gpumem_otel.yielding.copy.prefetch import Prefetch  # noqa: E402
+from gpumem_otel.yielding.scan.candidates import CandidateFinder  # noqa: E402
 
 pytestmark = pytest.mark.torch
 nn = torch.nn
@@ -39,7 +39,7 @@ class Allocator:
 
     def __init__(self):
         self.segments = []
-        self.exports = Exports()
+        self.exports = SharedStorages()
         self.tensors = None
         self.recorder = self
         self.reason = ""
@@ -86,7 +86,7 @@ def source():
 
 
 def find(source, *, assume_private=False, environ=None):
-    finder = MovableFinder(source, environ or {}, device_type="cpu")
+    finder = CandidateFinder(source, environ or {}, device_type="cpu")
     return finder.find(assume_private=assume_private)
 
 
@@ -323,7 +323,7 @@ def test_the_doors_are_as_they_were_once_the_watch_ends():
         )
 
     before = doors()
-    exports = Exports()
+    exports = SharedStorages()
     exports.start(torch)
     exports.start(torch)
     assert doors() != before
@@ -377,7 +377,7 @@ def copies_begin():
     torch_file = torch.cuda.Event.synchronize.__code__.co_filename
     exec(compile("def synchronize(wait):\n    wait()\n", torch_file, "exec"), inner)
     mover = types.SimpleNamespace(begin=lambda: inner["synchronize"](waits.acquire))
-    head = HeadStart((), CpuDevices(torch), HostPool(CpuDevices(torch)), mover, 0)
+    head = Prefetch((), CpuDevices(torch), HostPool(CpuDevices(torch)), mover, 0)
     thread = threading.Thread(target=head._begin, name="gpumem-copy", daemon=True)
     thread.start()
     while not any(  # until it waits there
@@ -401,7 +401,7 @@ def test_a_copy_that_runs_beside_the_look_hides_nothing_of_autograd(source):
     (weight * 2).sum().backward()
     gradient = address(weight.grad)
     source.block(gradient, 400)
-    finder = MovableFinder(source, {}, device_type="cpu")
+    finder = CandidateFinder(source, {}, device_type="cpu")
     with copies_begin():
         found = blocks(finder.find(assume_private=False))
     assert found[gradient] == "gradient"
@@ -414,7 +414,7 @@ def test_what_was_probable_is_of_no_authority(source):
     big = torch.zeros(2 << 20, dtype=torch.uint8)
     where = address(big)
     source.block(where, 2 << 20)
-    finder = MovableFinder(source, {}, device_type="cpu")
+    finder = CandidateFinder(source, {}, device_type="cpu")
     assert where in blocks(finder.find(assume_private=False))
     held = torch._C.ScriptDict({"a": big})
     del big

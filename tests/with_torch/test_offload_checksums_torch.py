@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch")
 from support.offload_parts import PIECE, SIZES, movables_of, tensor  # noqa: E402
 
 from gpumem_otel.errors import YieldFailedError  # noqa: E402
-from gpumem_otel.yielding.checksums import checksums  # noqa: E402
+from gpumem_otel.yielding.copy.checksums import checksums  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -47,7 +47,7 @@ def test_checksums_do_not_depend_on_company():
 
 
 def test_checksums_of_more_than_one_slice(monkeypatch):
-    monkeypatch.setattr("gpumem_otel.yielding.checksums._SLICE_WORDS", 16)
+    monkeypatch.setattr("gpumem_otel.yielding.copy.checksums._SLICE_WORDS", 16)
     one = tensor(16 * 8 * 3 + 13)
     (before,) = checksums(torch, [one])
     swapped = one.clone()

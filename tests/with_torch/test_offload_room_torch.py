@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 
 from support.offload_parts import PIECE, SIZES, movables_of, moved, same, tensor  # noqa: E402
 
-from gpumem_otel.core.yields import YieldRequest  # noqa: E402
 from gpumem_otel.errors import YieldRefusedError  # noqa: E402
-from gpumem_otel.yielding import offload as offload_module  # noqa: E402
-from gpumem_otel.yielding.diskfile import DiskFile  # noqa: E402
+from gpumem_otel.yielding.copy import offload as offload_module  # noqa: E402
+from gpumem_otel.yielding.copy.disk import DiskFile  # noqa: E402
+from gpumem_otel.yielding.values import YieldRequest  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -18,7 +18,7 @@ from support.offload_parts import (  # noqa: E402
     tensor,
 )
 
-from gpumem_otel.yielding import placement  # noqa: E402
+from gpumem_otel.yielding.copy import placement  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

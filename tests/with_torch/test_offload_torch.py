@@ -10,8 +10,8 @@ torch = pytest.importorskip("torch")
 
 from support.offload_parts import SIZES, movables_of, tensor  # noqa: E402
 
-from gpumem_otel.capture.saved import can_be_read, saved_tensors  # noqa: E402
-from gpumem_otel.core.yields import Phase  # noqa: E402
+from gpumem_otel.tensors.saved import can_be_read, saved_tensors  # noqa: E402
+from gpumem_otel.yielding.values import Phase  # noqa: E402
 
 pytestmark = pytest.mark.torch
 nn = torch.nn

@@ -22,10 +22,10 @@ from support.offload_parts import (  # noqa: E402
     tensor,
 )
 
-from gpumem_otel.core.yields import YieldRequest  # noqa: E402
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError  # noqa: E402
-from gpumem_otel.yielding.copies import Mover  # noqa: E402
-from gpumem_otel.yielding.staging import Staging  # noqa: E402
+from gpumem_otel.yielding.copy.mover import Mover  # noqa: E402
+from gpumem_otel.yielding.copy.staging import Staging  # noqa: E402
+from gpumem_otel.yielding.values import YieldRequest  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

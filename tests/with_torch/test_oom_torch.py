@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_otel.capture.oom import is_out_of_memory
+from gpumem_otel.oom.observer import is_out_of_memory
 
 torch = pytest.importorskip("torch")
 

@@ -19,7 +19,7 @@ from support.cli_process import WAIT, clean_environ  # noqa: E402
 from support.controlling import call  # noqa: E402
 from support.listening import until  # noqa: E402
 
-from gpumem_otel.yielding.drivercalls import NO_DRIVER, NOT_INSTALLED  # noqa: E402
+from gpumem_otel.yielding.driver.driver_api import NO_DRIVER, NOT_INSTALLED  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,

@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch")
 
 from support import fake_driver  # noqa: E402
 
-from gpumem_otel.capture.tensors import TensorTable  # noqa: E402
-from gpumem_otel.core.quiet import QuietGate  # noqa: E402
+from gpumem_otel.base.gate import QuietGate  # noqa: E402
+from gpumem_otel.capture.tensor_table import TensorTable  # noqa: E402
 from gpumem_otel.errors import YieldRefusedError  # noqa: E402
-from gpumem_otel.yielding.checkpoint import DriverCheckpoint  # noqa: E402
-from gpumem_otel.yielding.keeperlink import KeeperSettings  # noqa: E402
+from gpumem_otel.yielding.driver.checkpoint import DriverCheckpoint  # noqa: E402
+from gpumem_otel.yielding.driver.helper_client import HelperSettings  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -61,7 +61,7 @@ def test_the_keeper_of_a_process_with_torch_has_none(tmp_path, monkeypatch):
     monkeypatch.setenv(fake_driver.VARIABLE, str(path))
     device = fake_driver.Device(path)
     names = {"driver": "support.fake_driver", "nvml": "support.fake_driver"}
-    driver = DriverCheckpoint(environ={}, settings=KeeperSettings(environ=os.environ, **names))
+    driver = DriverCheckpoint(environ={}, settings=HelperSettings(environ=os.environ, **names))
     driver.lock_and_checkpoint(5.0, None)
     link = driver._link
     maps = Path(f"/proc/{driver.keeper_pid}/maps").read_text()

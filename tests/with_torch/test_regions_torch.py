@@ -7,7 +7,7 @@ import inspect
 import pytest
 
 import gpumem_otel
-from gpumem_otel.capture.marks import AllocationMarks
+from gpumem_otel.capture.metadata import AllocationMarks
 from gpumem_otel.capture.recorder import known_arity, torch_version
 
 pytestmark = pytest.mark.torch

@@ -12,7 +12,7 @@ import pytest
 from support.reported import by_name, run
 
 import gpumem_otel
-from gpumem_otel.capture.saved import can_be_read
+from gpumem_otel.tensors.saved import can_be_read
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -9,10 +9,9 @@ import pytest
 from support.reported import by_name, run
 
 import gpumem_otel
-from gpumem_otel.capture.parts import parts_of
-from gpumem_otel.capture.report import walk
-from gpumem_otel.capture.storages import storages_of
+from gpumem_otel.capture.objects.storages import parts_of, storages_of
 from gpumem_otel.errors import ConfigError
+from gpumem_otel.tensors.walk import walk
 
 torch = pytest.importorskip("torch")
 nn = torch.nn

@@ -14,11 +14,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from gpumem_otel.capture import tensors  # noqa: E402
-from gpumem_otel.capture.containers import tensors_in  # noqa: E402
+from gpumem_otel.capture import tensor_table  # noqa: E402
+from gpumem_otel.capture.objects.storages import (  # noqa: E402
+    address_of,
+    storages_of,
+    tensors_in,
+)
 from gpumem_otel.capture.steps import StepCounter  # noqa: E402
-from gpumem_otel.capture.storages import address_of, storages_of  # noqa: E402
-from gpumem_otel.capture.tensors import TensorTable  # noqa: E402
+from gpumem_otel.capture.tensor_table import TensorTable  # noqa: E402
 
 pytestmark = pytest.mark.torch
 nn = torch.nn
@@ -27,8 +30,8 @@ nn = torch.nn
 @pytest.fixture(autouse=True)
 def always_allowed(monkeypatch):
     """A table at every chance, whatever the last one took."""
-    monkeypatch.setattr(tensors, "_MIN_SECONDS", 0.0)
-    monkeypatch.setattr(tensors, "_COST_FACTOR", 0.0)
+    monkeypatch.setattr(tensor_table, "_MIN_SECONDS", 0.0)
+    monkeypatch.setattr(tensor_table, "_COST_FACTOR", 0.0)
 
 
 @pytest.fixture
@@ -66,7 +69,7 @@ def storage_sizes(tensors):
     """Counted on its own: address -> bytes."""
     return {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensors
+        for t in tensor_table
         if t is not None and t.untyped_storage().data_ptr()
     }
 
@@ -249,7 +252,7 @@ def test_inputs_do_not_pile_up_where_no_optimizer_steps(table):
 
 
 def test_inputs_are_noted_for_a_small_part_of_the_time_and_counted(monkeypatch):
-    monkeypatch.setattr(tensors, "_COST_FACTOR", 500.0)
+    monkeypatch.setattr(tensor_table, "_COST_FACTOR", 500.0)
     clock = iter(range(1000))
     told = []
     table = TensorTable(told.append, monotonic=lambda: float(next(clock)), host_too=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpumem_otel.capture.recorder import Recorder, known_arity, torch_version
-from gpumem_otel.core.snapshot import from_torch
+from gpumem_otel.snapshot.snapshot import from_torch
 
 torch = pytest.importorskip("torch")
 
@@ -80,8 +80,8 @@ def test_a_machine_without_a_gpu_is_silent():
         import logging, sys, threading
         logging.basicConfig(level=logging.DEBUG, stream=sys.stdout)
         from gpumem_otel.capture.arming import Arming
-        from gpumem_otel.capture.sources import TorchSource
-        from gpumem_otel.core.counters import Counters
+        from gpumem_otel.capture.source import TorchSource
+        from gpumem_otel.base.counters import Counters
         source = TorchSource(counters=Counters())
         assert source.status().reason == "no_torch"
         arming = Arming(source.start, on_import=source.prepare)
@@ -126,7 +126,7 @@ def test_an_empty_snapshot_is_read():
 def test_symbolization_imports_nothing_and_a_real_import_beside_it_works():
     run("""
         import sys, threading, torch
-        from gpumem_otel.capture.symbols import InductorGuard
+        from gpumem_otel.capture.recorder import InductorGuard
         guard = InductorGuard()
         original = torch.__dict__["__getattr__"]
         guard.install(torch)
@@ -170,7 +170,7 @@ def test_torchs_own_functions_get_their_qualified_names():
     lines = run("""
         import sys, torch
         from torch.utils._python_dispatch import TorchDispatchMode
-        from gpumem_otel.capture.names import QualifiedNamer
+        from gpumem_otel.capture.frame_names import QualifiedNamer
 
         frames = set()
 

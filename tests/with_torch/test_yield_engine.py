@@ -24,30 +24,32 @@ torch = pytest.importorskip("torch")
 
 from support.yield_parts import World  # noqa: E402
 
-from gpumem_otel.capture.moments import not_between_steps  # noqa: E402
-from gpumem_otel.capture.otherthreads import who_else  # noqa: E402
+from gpumem_otel.base.clock import SystemClock  # noqa: E402
+from gpumem_otel.base.counters import Counters  # noqa: E402
 from gpumem_otel.capture.steps import StepCounter  # noqa: E402
-from gpumem_otel.capture.tensors import TensorTable  # noqa: E402
-from gpumem_otel.core.counters import Counters  # noqa: E402
-from gpumem_otel.core.yields import (  # noqa: E402
-    Found,
-    Movable,
+from gpumem_otel.capture.tensor_table import TensorTable  # noqa: E402
+from gpumem_otel.errors import YieldFailedError, YieldRefusedError  # noqa: E402
+from gpumem_otel.yielding.copy.devices import CpuDevices  # noqa: E402
+from gpumem_otel.yielding.copy.host_memory import HostPool  # noqa: E402
+from gpumem_otel.yielding.copy.limits import HostRoom  # noqa: E402
+from gpumem_otel.yielding.copy.offload import Offload  # noqa: E402
+from gpumem_otel.yielding.copy.reservations import DeviceReservations, HostReservations  # noqa: E402
+from gpumem_otel.yielding.engine.engine import YieldEngine  # noqa: E402
+from gpumem_otel.yielding.engine.safepoint import (  # noqa: E402
+    Quiescence,
+    SafePoints,
+)
+from gpumem_otel.yielding.scan.other_threads import who_else  # noqa: E402
+from gpumem_otel.yielding.scan.torch_state import not_between_steps  # noqa: E402
+from gpumem_otel.yielding.values import (  # noqa: E402
+    Candidate,
     OperationState,
     RestoreRequest,
+    ScanResult,
     YieldLevel,
     YieldRequest,
     YieldState,
 )
-from gpumem_otel.errors import YieldFailedError, YieldRefusedError  # noqa: E402
-from gpumem_otel.export.clock import SystemClock  # noqa: E402
-from gpumem_otel.yielding.devices import CpuDevices  # noqa: E402
-from gpumem_otel.yielding.engine import YieldEngine  # noqa: E402
-from gpumem_otel.yielding.hostlimits import HostRoom  # noqa: E402
-from gpumem_otel.yielding.hostmem import HostPool  # noqa: E402
-from gpumem_otel.yielding.ledger import DeviceLedger, HostLedger  # noqa: E402
-from gpumem_otel.yielding.offload import Offload  # noqa: E402
-from gpumem_otel.yielding.safepoint import SafePoints  # noqa: E402
-from gpumem_otel.yielding.stillness import Stillness  # noqa: E402
 
 pytestmark = pytest.mark.torch
 nn = torch.nn
@@ -82,18 +84,18 @@ class Training:
                 if name != "step":
                     yield "optimizer_state", one
 
-    def find(self, *, assume_private: bool) -> Found:
+    def find(self, *, assume_private: bool) -> ScanResult:
         found = {}
         for tensor_class, tensor in self.tensors():
             storage = tensor.untyped_storage()
             size = storage.nbytes()
             found.setdefault(
                 storage._cdata,
-                Movable(storage, 0, storage.data_ptr(), size, size, 0, tensor_class),
+                Candidate(storage, 0, storage.data_ptr(), size, size, 0, tensor_class),
             )
-        return Found(tuple(found.values()))
+        return ScanResult(tuple(found.values()))
 
-    def probable(self) -> tuple[Movable, ...]:
+    def probable(self) -> tuple[Candidate, ...]:
         return self.find(assume_private=False).movables
 
     @property
@@ -107,8 +109,10 @@ class Rig:
     def __init__(self, folder, job: Training) -> None:
         devices = CpuDevices(torch)
         self.pool = HostPool(devices, piece_bytes=64 << 10, threads=2)
-        self.host = HostLedger(f"{folder}/ledger", lambda: HostRoom(1 << 40, "the test"))
-        self.offload = Offload(devices, self.pool, self.host, DeviceLedger(f"{folder}/ledger"))
+        self.host = HostReservations(f"{folder}/ledger", lambda: HostRoom(1 << 40, "the test"))
+        self.offload = Offload(
+            devices, self.pool, self.host, DeviceReservations(f"{folder}/ledger")
+        )
         self.safe_points = SafePoints(not_between_steps)
         self.steps = StepCounter(on_boundary=self.safe_points.reached)
         self.participants: set[threading.Thread] = set()
@@ -119,7 +123,7 @@ class Rig:
             finder=job,
             offload=self.offload,
             safe_points=self.safe_points,
-            stillness=Stillness(
+            stillness=Quiescence(
                 participants=lambda: self.participants,
                 who_else=lambda parked, known, glance: who_else(tuple, parked, known, glance),
                 counters=dict,

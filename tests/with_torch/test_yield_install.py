@@ -23,12 +23,12 @@ pytestmark = [
 HEAD = """
 import json, os, sys, threading
 import gpumem_otel
-from gpumem_otel import lifecycle
+from gpumem_otel.api import lifecycle
 import torch
 from support.pretend_cuda import pretend
 allocator = pretend(torch)
-from gpumem_otel import yieldparts
-from gpumem_otel.yielding.devices import CpuDevices
+from gpumem_otel.yielding import wiring as yieldparts
+from gpumem_otel.yielding.copy.devices import CpuDevices
 yieldparts.CudaDevices = CpuDevices  # the runtime's functions need a driver
 torch.cuda.is_current_stream_capturing = lambda: False
 
@@ -67,7 +67,7 @@ def test_an_installed_job_stops_at_its_optimizers_step(run):
         "gpumem_otel.install()\ntorch.cuda._lazy_init()\n"
         + textwrap.dedent(TRAIN)
         + textwrap.dedent("""
-        from gpumem_otel.yields import engine_of
+        from gpumem_otel.api.yields import engine_of
         agent = lifecycle.current()
         assert agent.yields is None, "nobody has asked for it yet"
         step()
@@ -136,7 +136,7 @@ def test_without_install_a_call_of_another_thread_stops_the_job_at_step(run):
 
         def command():
             report = gpumem_otel.yield_memory(level="tensors", wait_seconds=60.0)
-            engine = gpumem_otel.yields._STATE.engine
+            engine = gpumem_otel.api.yields._STATE.engine
             say(state=report.state.value, thread=engine.phases.parked.thread.name)
             say(back=gpumem_otel.restore().state.value)
             done.set()
@@ -171,7 +171,7 @@ def test_a_forked_child_forgets_what_was_yielded(run):
         gpumem_otel.yield_memory(level="tensors")
         child = os.fork()
         if not child:
-            from gpumem_otel import yields
+            from gpumem_otel.api import yields
             import gc
             gc.collect()  # of what it forgot
             gpumem_otel.step()
@@ -200,7 +200,7 @@ def test_a_forked_child_is_told_that_the_memory_is_its_parents(run):
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0
 
-        from gpumem_otel.yields import engine_of
+        from gpumem_otel.api.yields import engine_of
         torch.cuda._lazy_init()
         in_a_child("bare")
         gpumem_otel.install()
@@ -221,7 +221,7 @@ def test_a_forked_child_is_told_that_the_memory_is_its_parents(run):
 def test_host_memory_has_the_limit_that_was_set(run, installed):
     said = run(
         f"""
-        from gpumem_otel.yields import _engine, engine_of
+        from gpumem_otel.api.yields import _engine, engine_of
         torch.cuda._lazy_init()
         if {installed}:
             gpumem_otel.install(yield_host_limit_bytes=3000)

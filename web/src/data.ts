@@ -1,4 +1,4 @@
-// What the file holds, read back from the form that core/pageform.py writes:
+// What the file holds, read back from the form that page/payload.py writes:
 // base64 of gzip of [length of the header, uint32][header, JSON][columns, each on 8 bytes].
 
 import { printable } from "./format";

@@ -25,7 +25,7 @@ def _run() -> None:
             spec.loader.exec_module(hidden)
     finally:
         try:
-            from gpumem_otel.instrumentor import start_from_environment
+            from gpumem_otel.api.auto import start_from_environment
 
             start_from_environment()
         except Exception as error:

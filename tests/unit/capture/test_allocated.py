@@ -7,9 +7,9 @@ import sys
 import pytest
 from support import fake_torch
 
-from gpumem_otel.capture.allocated import allocated_now, read_allocator
-from gpumem_otel.capture.sources import TorchSource
-from gpumem_otel.core.counters import Counters
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.capture.source import TorchSource
+from gpumem_otel.tensors.walk import allocated_now, read_allocator
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from support import raw_snapshots as raw_form
 
+from gpumem_otel.base.profile import DeviceStats
 from gpumem_otel.capture.costs import devices_of
-from gpumem_otel.core.model import DeviceStats
-from gpumem_otel.core.ports import Reading
-from gpumem_otel.core.snapshot import from_torch
+from gpumem_otel.snapshot.reading import Reading
+from gpumem_otel.snapshot.snapshot import from_torch
 
 SNAPSHOT = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0}
 

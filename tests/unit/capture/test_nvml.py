@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from types import SimpleNamespace
 
-from gpumem_otel.capture.nvml import ProcessMemory
+from gpumem_otel.capture.device_stats import ProcessMemory
 
 
 class Nvml:

@@ -11,21 +11,21 @@ import pytest
 from support import fake_torch
 from support.fake_clock import FakeClock
 
-from gpumem_otel.capture.pacer import Pacer
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.capture.gil_pacing import Pacer
+from gpumem_otel.capture.objects.storages import WeakStorage
 from gpumem_otel.capture.restored import Restored
-from gpumem_otel.capture.sources import TorchSource
-from gpumem_otel.capture.storages import WeakStorage
-from gpumem_otel.capture.tensors import TensorTable
-from gpumem_otel.core.classify import TensorClass, classes_of
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.frames import BACKWARD, BEFORE_INSTALL, identity_namer
-from gpumem_otel.core.heap import live_profile
-from gpumem_otel.core.peaks import PeakCounter, window_peak
-from gpumem_otel.core.yields import Movable
-from gpumem_otel.yielding import refill
-from gpumem_otel.yielding.refill import Refill
+from gpumem_otel.capture.source import TorchSource
+from gpumem_otel.capture.tensor_table import TensorTable
+from gpumem_otel.profiles.heap import live_profile
+from gpumem_otel.profiles.window_peak import PeakCounter, window_peak
+from gpumem_otel.snapshot.stacks import BACKWARD, BEFORE_INSTALL, identity_namer
+from gpumem_otel.snapshot.tensor_classes import TensorClass, classes_of
+from gpumem_otel.yielding.copy import reload
+from gpumem_otel.yielding.copy.reload import Reload
+from gpumem_otel.yielding.values import Candidate
 
-RESTORING = Refill._allocated.__code__.co_filename
+RESTORING = Reload._allocated.__code__.co_filename
 OURS = (
     {"name": "_allocated", "filename": RESTORING, "line": 360},
     {"name": "copy_back", "filename": RESTORING, "line": 290},
@@ -136,12 +136,12 @@ class Job:
         }
 
     def find(self, storages):
-        """As `MovableFinder` does."""
+        """As `CandidateFinder` does."""
         raw = self.source.recorder.snapshot(traces=False)
         roots = self.source.as_before_restores(raw)
         blocks = {b["address"]: b for segment in raw["segments"] for b in segment["blocks"]}
         return [
-            Movable(
+            Candidate(
                 one, 0, one.address, one.size, blocks[one.address]["size"], 0, "any",
                 frames=blocks[one.address]["frames"] or (), root=roots.get((0, one.address), ""),
             )
@@ -192,7 +192,7 @@ def job(torch):
 
 
 def test_the_file_that_allocates_is_the_one_that_frames_name():
-    assert refill._HERE == RESTORING
+    assert reload._HERE == RESTORING
 
 
 def test_stacks_and_classes_are_the_same_before_and_after(job):
@@ -460,7 +460,7 @@ def test_stop_and_a_forked_child_know_nothing_of_it(job):
 
 def test_what_can_not_be_noted_is_said_once_and_never_raised(caplog):
     restored = Restored(TensorTable())
-    one = Movable(object(), 0, 0x1000, 900, 1024, 0, "parameter")
+    one = Candidate(object(), 0, 0x1000, 900, 1024, 0, "parameter")
     for _ in range(2):
         with restored.placing(one, RESTORING):
             pass

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from gpumem_otel.capture.symbols import InductorGuard
+from gpumem_otel.capture.recorder import InductorGuard
 
 
 @pytest.fixture

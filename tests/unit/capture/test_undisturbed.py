@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
-from gpumem_otel.capture import objects
+from gpumem_otel.capture.objects import python_objects
 
 
 def test_two_that_ask_at_once_leave_the_switch_interval_as_it_was(monkeypatch):
@@ -16,15 +16,15 @@ def test_two_that_ask_at_once_leave_the_switch_interval_as_it_was(monkeypatch):
         if threading.get_ident() != main:
             inside.set()
 
-    monkeypatch.setattr(objects.time, "sleep", sleep)
+    monkeypatch.setattr(python_objects.time, "sleep", sleep)
 
     def ask():
-        with objects.undisturbed():
+        with python_objects.undisturbed():
             pass
 
     other = threading.Thread(target=ask)
     try:
-        with objects.undisturbed():
+        with python_objects.undisturbed():
             assert sys.getswitchinterval() == 1
             other.start()
             assert not inside.wait(0.3)

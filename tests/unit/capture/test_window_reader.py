@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 from support import fake_torch
 from support.fake_clock import FakeClock
 
-from gpumem_otel.capture.pacer import Pacer
-from gpumem_otel.capture.readout import Reader
-from gpumem_otel.capture.sources import TorchSource
-from gpumem_otel.capture.windows import WholeSteps
-from gpumem_otel.config import ProfileConfig
-from gpumem_otel.core.classify import TensorClass
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.eventlabels import region_metadata
-from gpumem_otel.core.frames import file_function_namer
-from gpumem_otel.core.model import ProfileKind, Sizes, StepStats
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.base.profile import ProfileKind, Sizes, StepStats
+from gpumem_otel.capture.gil_pacing import Pacer
+from gpumem_otel.capture.profile_reader import LiveProfileReader
+from gpumem_otel.capture.source import TorchSource
+from gpumem_otel.capture.window_profiles import WholeSteps
 from gpumem_otel.errors import BusyError, CaptureError
+from gpumem_otel.settings.config import ProfileConfig
+from gpumem_otel.snapshot.labels import region_metadata
+from gpumem_otel.snapshot.stacks import file_function_namer
+from gpumem_otel.snapshot.tensor_classes import TensorClass
 
 PEAK, ALLOCATED = ProfileKind.PEAK, ProfileKind.ALLOCATED
 VERSIONS = ("2.3", "2.8", "2.11", "2.15")
@@ -45,7 +45,7 @@ class Bench:
             counters=self.counters, clock=self.clock, annotations=config.get("phases", False)
         )
         self.source.start()
-        self.reader = Reader(
+        self.reader = LiveProfileReader(
             self.source,
             namer=file_function_namer,
             clock=self.clock,

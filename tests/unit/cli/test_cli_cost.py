@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 from support import observations as obs
 
+from gpumem_otel.base.profile import ProfileKind
 from gpumem_otel.cli import cost
-from gpumem_otel.cli.cost import Wanted, estimate
-from gpumem_otel.cli.cost_series import series_of_a_rank
-from gpumem_otel.core.model import ProfileKind
-from gpumem_otel.export.table import Level, rows
-from gpumem_otel.options import resolve
+from gpumem_otel.cli.cost import CostQuestion, estimate, series_of_a_rank
+from gpumem_otel.metrics.table import Level, rows
+from gpumem_otel.settings.options import resolve
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "overhead-h200.json"
 ALL_KINDS = tuple(kind.value for kind in ProfileKind)
@@ -34,7 +33,7 @@ def test_the_size_of_a_push_is_the_measured_one():
 
 
 def test_defaults_add_up():
-    metrics, profiles, assumptions = estimate(resolve({}), Wanted(4000))
+    metrics, profiles, assumptions = estimate(resolve({}), CostQuestion(4000))
     assert metrics.series == 4000 * (24 + 5)
     assert metrics.interval_seconds == 15
     assert metrics.per_second == pytest.approx(116_000 / 15)
@@ -56,14 +55,14 @@ def test_the_environment_counts_and_the_command_line_counts_more():
             "PYROSCOPE_SERVER_ADDRESS": "http://127.0.0.1:4040",
         }
     )
-    metrics, profiles, assumptions = estimate(config, Wanted(8, devices_per_rank=2))
+    metrics, profiles, assumptions = estimate(config, CostQuestion(8, devices_per_rank=2))
     assert metrics.series == 8 * (11 + 7 + 5)
     assert (profiles.series, profiles.interval_seconds) == (8 * 2 * 2 * 3, 30)
     assert profiles.per_second == pytest.approx(8 * 2 * 2 / 30)
     assert not any("PYROSCOPE_SERVER_ADDRESS" in sentence for sentence in assumptions)
     metrics, profiles, _ = estimate(
         config,
-        Wanted(8, metrics_level="standard", scrape_interval=60, profile_interval=120),
+        CostQuestion(8, metrics_level="standard", scrape_interval=60, profile_interval=120),
     )
     assert (metrics.series, metrics.interval_seconds) == (8 * 29, 60)
     assert profiles.interval_seconds == 120
@@ -71,7 +70,7 @@ def test_the_environment_counts_and_the_command_line_counts_more():
 
 def test_the_budget_of_the_job_stretches_the_interval_as_it_does_in_a_job():
     """4,000 pushes of 50 kB are 200 MB, which 1 MB/s allows every 240 s."""
-    _, profiles, assumptions = estimate(resolve({}), Wanted(4000, profile_bytes=50_000))
+    _, profiles, assumptions = estimate(resolve({}), CostQuestion(4000, profile_bytes=50_000))
     assert profiles.interval_seconds == 240
     assert profiles.bytes_per_second <= 1_000_000
     assert any("every 240 s instead of 60 s" in sentence for sentence in assumptions)
@@ -79,18 +78,18 @@ def test_the_budget_of_the_job_stretches_the_interval_as_it_does_in_a_job():
 
 def test_metrics_over_otlp_alone_come_at_its_interval_and_without_a_scrape():
     sent = {"GPUMEM_OTEL_OTLP": "1", "OTEL_METRIC_EXPORT_INTERVAL": "30000"}
-    metrics, _, assumptions = estimate(resolve(sent), Wanted(10))
+    metrics, _, assumptions = estimate(resolve(sent), CostQuestion(10))
     assert (metrics.series, metrics.interval_seconds) == (10 * 24, 30)
     assert "sent over OTLP" in assumptions[0]
     both = resolve({**sent, "GPUMEM_OTEL_SERVE": "1"})
-    metrics, _, assumptions = estimate(both, Wanted(10))
+    metrics, _, assumptions = estimate(both, CostQuestion(10))
     assert (metrics.series, metrics.interval_seconds) == (10 * 29, 15)
     assert any("OTLP is on besides" in sentence for sentence in assumptions)
 
 
 @pytest.mark.parametrize(("level", "more"), [("minimal", 1), ("standard", 1), ("full", 16)])
 def test_yields_count_where_the_job_takes_commands(level, more):
-    wanted = Wanted(10, metrics_level=level)
+    wanted = CostQuestion(10, metrics_level=level)
     off, _, said_off = estimate(resolve({}), wanted)
     on, _, said_on = estimate(resolve({"GPUMEM_OTEL_CONTROL": "1"}), wanted)
     assert on.series - off.series == 10 * more
@@ -99,5 +98,5 @@ def test_yields_count_where_the_job_takes_commands(level, more):
 
 
 def test_switched_off_is_said():
-    _, _, assumptions = estimate(resolve({"GPUMEM_OTEL_DISABLED": "1"}), Wanted(1))
+    _, _, assumptions = estimate(resolve({"GPUMEM_OTEL_DISABLED": "1"}), CostQuestion(1))
     assert any("GPUMEM_OTEL_DISABLED" in sentence for sentence in assumptions)

@@ -6,11 +6,10 @@ import logging
 
 import pytest
 
-from gpumem_otel.cli import demo, demo_parts
-from gpumem_otel.cli.demo_listen import base_url, scrape_config
-from gpumem_otel.cli.demo_parts import LastProfiles, one_line_warnings
-from gpumem_otel.core import pprof
-from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sample
+from gpumem_otel.base.profile import Frame, HeapProfile, ProfileKind, Sample
+from gpumem_otel.cli.demo import command, parts
+from gpumem_otel.cli.demo.parts import LastProfiles, base_url, one_line_warnings, scrape_config
+from gpumem_otel.profiles import pprof
 
 
 def profiles(size_bytes: int, kind: ProfileKind = ProfileKind.LIVE) -> tuple[HeapProfile, ...]:
@@ -43,7 +42,7 @@ def test_nothing_is_taken_after_the_last_write(tmp_path):
 @pytest.mark.parametrize("before", range(3))
 def test_what_ctrl_c_kept_from_being_written_is_written_at_the_end(tmp_path, monkeypatch, before):
     """GIVEN Ctrl-C at any of the first files THEN none of them is missing, and none is old."""
-    kept, names, write = LastProfiles(tmp_path), [], demo_parts.write_output
+    kept, names, write = LastProfiles(tmp_path), [], parts.write_output
 
     def interrupted(path, data):
         if len(names) == before:
@@ -54,7 +53,7 @@ def test_what_ctrl_c_kept_from_being_written_is_written_at_the_end(tmp_path, mon
 
     kept.take(ProfileKind.LIVE, profiles(30), {}, 1)
     kept.take(ProfileKind.ALLOCATED, profiles(99, ProfileKind.ALLOCATED), {}, 1)
-    monkeypatch.setattr(demo_parts, "write_output", interrupted)
+    monkeypatch.setattr(parts, "write_output", interrupted)
     with pytest.raises(KeyboardInterrupt):
         kept.write()
     kept.take(ProfileKind.LIVE, profiles(20), {}, 2)
@@ -108,5 +107,5 @@ def test_the_environment_wins_over_the_demos_own_pace(monkeypatch, environ, inte
         monkeypatch.delenv(name, raising=False)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    profiles = demo._config({}, allocated=True).profiles
+    profiles = command._config({}, allocated=True).profiles
     assert (profiles.interval_seconds, profiles.allocated_window_seconds) == (interval, window)

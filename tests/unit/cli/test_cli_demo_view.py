@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from gpumem_otel.cli.demo_parts import Moment
-from gpumem_otel.cli.demo_view import Row, device_line, shown_rows, stack_line
-from gpumem_otel.core.model import Frame, HeapProfile, ProfileKind, Sample
-from gpumem_otel.core.text import top_rows
+from gpumem_otel.base.profile import Frame, HeapProfile, ProfileKind, Sample
+from gpumem_otel.cli.demo.parts import Moment
+from gpumem_otel.cli.demo.view import StackRow, device_line, shown_rows, stack_line
+from gpumem_otel.profiles.tables import top_rows
 
 
 def line(*frames: Frame) -> str:
@@ -43,7 +43,7 @@ def test_stacks_that_read_the_same_are_one_row():
             Sample((leaf, Frame("__main__.b", "/job/t.py", 8)), 2, 20),
         ),
     )
-    rows = [Row(50, 3, "__main__.f (t.py:3)"), Row(40, 4, "__main__.g (t.py:5)")]
+    rows = [StackRow(50, 3, "__main__.f (t.py:3)"), StackRow(40, 4, "__main__.g (t.py:5)")]
     assert shown_rows(profile, 5) == rows
     assert shown_rows(profile, 1) == rows[:1]
 

@@ -220,7 +220,7 @@ def test_control_is_off_unless_asked_for(no_torch):
 
 @pytest.fixture
 def any_port_is_free(monkeypatch):
-    monkeypatch.setattr("gpumem_otel.cli.checks_control.why_not_free", lambda host, port: "")
+    monkeypatch.setattr("gpumem_otel.cli.checks.why_not_free", lambda host, port: "")
 
 
 @pytest.mark.usefixtures("any_port_is_free")

@@ -12,11 +12,10 @@ import pytest
 from support import raw_snapshots as raw_form
 from support.recordings import DATA, START_NS, make_recording
 
+from gpumem_otel.base.profile import ProfileKind
 from gpumem_otel.cli.main import main
-from gpumem_otel.core import dumpform
-from gpumem_otel.core.model import ProfileKind
-from gpumem_otel.core.opened import open_bytes, open_file
-from gpumem_otel.core.snapshot import load_snapshot
+from gpumem_otel.profiles.of_file import load_snapshot, open_bytes, open_file
+from gpumem_otel.recording import torch_dump
 
 FILES = sorted(DATA.glob("*.pickle.gz"))
 SMALL, LARGE = (
@@ -119,7 +118,7 @@ def test_windows_that_came_after_the_reading_are_left_out(dump):
 def test_too_many_events_leave_out_the_oldest_windows(dump, capsys, monkeypatch):
     data = make_recording(SMALL, windows=3)
     one = sum(map(len, pickle.loads(dump(make_recording(SMALL, windows=1)))["device_traces"]))
-    monkeypatch.setattr(dumpform, "MAX_EVENTS", 2 * one)
+    monkeypatch.setattr(torch_dump, "MAX_EVENTS", 2 * one)
     raw = pickle.loads(dump(data))
     assert sum(map(len, raw["device_traces"])) == 2 * one
     assert "1 of 3 windows are left out, the oldest" in capsys.readouterr().err

@@ -16,7 +16,7 @@ from support import raw_snapshots as raw_form
 from support.recordings import DATA, make_recording
 
 from gpumem_otel.cli.main import main
-from gpumem_otel.core import pprof
+from gpumem_otel.profiles import pprof
 
 PYTHON = DATA / "h200-torch2.11-train-python-stacks.pickle.gz"
 FILES = sorted(DATA.glob("*.pickle.gz"))

@@ -38,7 +38,7 @@ import sys
 from gpumem_otel.cli.main import main
 assert main(["--help"]) == 0
 heavy = {"rich", "torch", "urllib3", "starlette", "uvicorn", "asyncio", "ssl", "opentelemetry",
-         "prometheus_client", "gpumem_otel.core.snapshot", "gpumem_otel.cli.demo"}
+         "prometheus_client", "gpumem_otel.snapshot.snapshot", "gpumem_otel.cli.demo.command"}
 assert not heavy & set(sys.modules), heavy & set(sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

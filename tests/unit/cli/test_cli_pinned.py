@@ -9,9 +9,9 @@ from support.page_payload import payload_of
 from support.raw_snapshots import block, segment, snapshot
 from support.recordings import DATA
 
-from gpumem_otel import page
 from gpumem_otel.cli.main import main
-from gpumem_otel.core.pprof_read import decode
+from gpumem_otel.page import html
+from gpumem_otel.profiles.pprof_reader import decode
 
 LOADER = [{"name": "pin", "filename": "/job/loader.py", "line": 3}]
 
@@ -44,7 +44,7 @@ def test_convert(path, tmp_path):
     assert profile.default_sample_type == "pinned_space"
 
 
-@pytest.mark.skipif(not page.available(), reason="the page is not built")
+@pytest.mark.skipif(not html.available(), reason="the page is not built")
 def test_flamegraph(path, tmp_path):
     output = tmp_path / "page.html"
     assert main(["flamegraph", str(path), "-o", str(output), "--kind", "pinned"]) == 0

@@ -12,13 +12,13 @@ import click
 import pytest
 from support.raw_snapshots import block, frame, segment, snapshot
 
+from gpumem_otel.base.profile import StepStats
 from gpumem_otel.cli import record_files
-from gpumem_otel.core.frames import identity_namer
-from gpumem_otel.core.model import StepStats
-from gpumem_otel.core.ports import Reading
-from gpumem_otel.core.recording import RecordingWriter
-from gpumem_otel.core.snapshot import from_torch
-from gpumem_otel.ranks import identify
+from gpumem_otel.recording.writer import RecordingWriter
+from gpumem_otel.settings.identity import identify
+from gpumem_otel.snapshot.reading import Reading
+from gpumem_otel.snapshot.snapshot import from_torch
+from gpumem_otel.snapshot.stacks import identity_namer
 
 ALL = [
     "run-rank0.gpumem",
@@ -110,7 +110,7 @@ def test_a_job_that_recorded_nothing_gives_the_older_one_back(tmp_path, left):
 
 def test_a_file_that_can_not_be_put_back_is_told(tmp_path):
     kept = tmp_path / ".run.gpumem.1.old"
-    moved = [record_files.Aside(tmp_path / "run.gpumem", kept)]
+    moved = [record_files.RecordedFiles(tmp_path / "run.gpumem", kept)]
     assert record_files.settle(moved, {}, replaced=False) == [
         f"gpumem-otel: {kept}: No such file or directory"
     ]

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from gpumem_otel.base.profile import Identity
 from gpumem_otel.cli import sd
-from gpumem_otel.core.model import Identity
 from gpumem_otel.errors import ServeError
-from gpumem_otel.serve.rundir import entry_for, register
+from gpumem_otel.serve.discovery import entry_for, register
 
 UID = os.getuid()
 SESSION, BATCH = f"/run/user/{UID}/gpumem-otel", f"/tmp/gpumem-otel-{UID}"

@@ -10,13 +10,13 @@ import click
 import pytest
 from support import certs
 
-from gpumem_otel.cli import ctl, ctl_view
-from gpumem_otel.cli.ctl_client import Credentials, Reply, Target, credentials, parse_target
-from gpumem_otel.cli.ctl_jobs import Outcome, Progress
+from gpumem_otel.cli.ctl import command, view
+from gpumem_otel.cli.ctl.client import Credentials, Reply, Target, credentials, parse_target
+from gpumem_otel.cli.ctl.jobs import OperationProgress, Outcome
 from gpumem_otel.cli.main import main
-from gpumem_otel.core.yields import RestoreRequest, YieldReport, YieldRequest
 from gpumem_otel.errors import ConfigError
-from gpumem_otel.serve.control_values import as_json
+from gpumem_otel.yielding.control.schema import as_json
+from gpumem_otel.yielding.values import RestoreRequest, YieldReport, YieldRequest
 
 GIB = 1 << 30
 
@@ -63,20 +63,20 @@ def test_where_others_may_listen(url, clear):
     [("90", 90.0), ("1.5", 1.5), ("90s", 90.0), ("30m", 1800.0), ("2H", 7200.0), ("1d", 86400.0)],
 )
 def test_durations(text, seconds):
-    assert ctl._duration(text) == seconds
+    assert command._duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "m", "-1", "nan", "inf", "1_0", "1e3", "5 m", "\u0661", "1w"])
 def test_what_is_no_duration(text):
     with pytest.raises(click.BadParameter, match="is no duration"):
-        ctl._duration(text)
+        command._duration(text)
 
 
 def options(name):
     """Names of the parameters of a verb that are its own."""
     common = {"targets", "run_dir", "token_file", "ca_file", "cert_file", "key_file", "insecure",
               "as_json", "every", "wait"}  # fmt: skip
-    return {p.name for p in ctl.command.commands[name].params} - common
+    return {p.name for p in command.command.commands[name].params} - common
 
 
 def test_every_field_of_a_request_is_an_option():
@@ -155,7 +155,7 @@ def test_a_report():
         dangers=["NCCL's watchdog after 600 s"],
         notes=["x\ny"],
     )
-    lines = ctl_view.report_lines(Outcome("u", done, process=PROCESS))
+    lines = view.report_lines(Outcome("u", done, process=PROCESS))
     assert lines[1:] == [
         "  moved: parameter 2.0 GiB, gradient 1.0 GiB",
         "  left on the device: context 512.0 MiB",
@@ -172,14 +172,14 @@ def test_a_report():
 
 def test_what_is_thrown_away_is_given_back_too():
     done = operation(moved_bytes={"gradient": GIB}, discarded_bytes={"parameter": 2 * GIB})
-    first, *lines = ctl_view.report_lines(Outcome("u", done, process=PROCESS))
+    first, *lines = view.report_lines(Outcome("u", done, process=PROCESS))
     assert first.endswith("gave back 3.0 GiB in 0.00 s")
     assert lines == ["  moved: gradient 1.0 GiB", "  discarded: parameter 2.0 GiB"]
 
 
 def test_a_dry_run_says_what_would_be():
     value = operation(operation="", moved_bytes={"parameter": GIB}, expected_seconds=0.25)
-    (first, _) = ctl_view.report_lines(Outcome("u", value, process=PROCESS))
+    (first, _) = view.report_lines(Outcome("u", value, process=PROCESS))
     assert first.endswith("a yield would give back 1.0 GiB, in about 0.2 s")
 
 
@@ -187,7 +187,7 @@ def test_a_table_of_states():
     now = 10_000 * 10**9
     status = {"state": "yielded", "since_ns": now - 90 * 10**9, "moved_bytes": 3 * GIB,
               "lease_expiry_ns": now + 3600 * 10**9, "reason": "no\x1b room"}  # fmt: skip
-    text = ctl_view.state_table(
+    text = view.state_table(
         [Outcome("unix:///a", status, process=PROCESS), Outcome("b", error="gone")], now
     )
     row, reason = text.splitlines()[1:]
@@ -202,29 +202,29 @@ def test_what_is_away_has_one_name_and_what_is_held_another():
     status = {"state": "yielded", "since_ns": 0, "moved_bytes": 3 * GIB, "lease_expiry_ns": 0,
               "operation": None, "reason": ""}  # fmt: skip
     outcome = Outcome("u", status, process=PROCESS)
-    assert "away" in ctl_view.state_table([outcome], 0).splitlines()[0].split()
-    assert ctl_view.change_line(outcome).endswith(": yielded, 3.0 GiB away")
+    assert "away" in view.state_table([outcome], 0).splitlines()[0].split()
+    assert view.change_line(outcome).endswith(": yielded, 3.0 GiB away")
     report = YieldReport(host_bytes=4 * GIB, disk_bytes=GIB, operation="op")
     done = {"kind": "yield", "state": "done", "report": as_json(report)}
-    (line,) = ctl_view.report_lines(Outcome("u", done, process=PROCESS))[1:]
+    (line,) = view.report_lines(Outcome("u", done, process=PROCESS))[1:]
     assert line.strip() == "held in host memory: 4.0 GiB, 1.0 GiB on disk"
     assert line.strip() in str(report).splitlines()
 
 
 def test_without_a_terminal_each_phase_is_a_line(capfd, monkeypatch):
     clock = iter((0.0, 1.0, 2.0, 3.0, 12.0, 13.0, 22.9, 23.0, 23.1, 24.0))
-    monkeypatch.setattr(ctl_view.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(view.time, "monotonic", lambda: next(clock))
     process = {"service_name": "train", "rank": 3, "pid": 7}
 
     def told(phase, done=0, total=0, url="u"):
-        show(Progress(url, phase, done, total, process))
+        show(OperationProgress(url, phase, done, total, process))
         return capfd.readouterr()
 
     def line(text):
         return "", f"train rank 3 (pid 7): yield{text}\n"
 
     nothing = "", ""
-    with ctl_view.bars({"u": "yield 0", "v": "yield 1"}, "yield") as show:
+    with view.bars({"u": "yield 0", "v": "yield 1"}, "yield") as show:
         assert told("") == line(" has begun")
         assert told("") == nothing
         assert told("prepare") == line(": prepare")
@@ -235,7 +235,7 @@ def test_without_a_terminal_each_phase_is_a_line(capfd, monkeypatch):
         assert told("release", 2 * GIB, 2 * GIB) == line(": release, 2.0 GiB of 2.0 GiB")
         assert told("") == line(" waits")
         assert told("release", url="v") == line(": release")
-    with ctl_view.bars({"u": "yield 0"}, "yield", silent=True) as show:
+    with view.bars({"u": "yield 0"}, "yield", silent=True) as show:
         assert told("prepare") == nothing
 
 
@@ -245,10 +245,10 @@ def test_a_bar_has_gib_and_speed(monkeypatch):
         monkeypatch.setattr("sys.stderr", terminal)
         monkeypatch.setenv("COLUMNS", "200")
         monkeypatch.setenv("TERM", "xterm")
-        with ctl_view.bars({"u": "yield 0"}) as show:
-            show(Progress("u", "", 0, 0))
-            show(Progress("u", "release", 0, 2 * GIB))
-            show(Progress("u", "release", GIB, 2 * GIB))
+        with view.bars({"u": "yield 0"}) as show:
+            show(OperationProgress("u", "", 0, 0))
+            show(OperationProgress("u", "release", 0, 2 * GIB))
+            show(OperationProgress("u", "release", GIB, 2 * GIB))
         terminal.flush()
         os.set_blocking(reading, False)
         drawn = b""
@@ -281,10 +281,10 @@ def test_who_stops_waiting_is_told_what_the_job_does(monkeypatch, tmp_path, caps
 
     def interrupted(_clients, _call, show):
         if begun:
-            show(Progress(url, "", 0, 0))
+            show(OperationProgress(url, "", 0, 0))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("gpumem_otel.cli.ctl_jobs.at_once", interrupted)
+    monkeypatch.setattr("gpumem_otel.cli.ctl.jobs.at_once", interrupted)
     assert main(["ctl", kind, "--target", url]) == 130
     out, err = capsys.readouterr()
     assert out == ""
@@ -295,7 +295,7 @@ def test_a_line_that_can_not_be_written_ends_nothing(monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gpumem_otel.cli.ctl_view.click.echo", full)
-    with ctl_view.bars({}, "yield") as show:
-        show(Progress("u", "prepare", 0, 0))
-        show(Progress("u", "release", 1, 2))
+    monkeypatch.setattr("gpumem_otel.cli.ctl.view.click.echo", full)
+    with view.bars({}, "yield") as show:
+        show(OperationProgress("u", "prepare", 0, 0))
+        show(OperationProgress("u", "release", 1, 2))

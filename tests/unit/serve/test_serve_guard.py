@@ -9,13 +9,12 @@ import time
 import pytest
 from support.asgi import call, get, scope
 
-from gpumem_otel.config import Secret
-from gpumem_otel.core.counters import Counters
+from gpumem_otel.base.counters import Counters
 from gpumem_otel.serve import guard as guard_module
-from gpumem_otel.serve.guard import MAX_REQUESTS, Guard
-from gpumem_otel.serve.hosts import HostNames
-from gpumem_otel.serve.tokens import Tokens
-from gpumem_otel.serve.workers import Workers
+from gpumem_otel.serve.auth import Tokens
+from gpumem_otel.serve.guard import MAX_REQUESTS, HostNames, RequestGuard
+from gpumem_otel.serve.threads import RequestThreads
+from gpumem_otel.settings.config import Secret
 
 
 async def fine(_scope, _receive, send):
@@ -24,11 +23,11 @@ async def fine(_scope, _receive, send):
 
 
 def guarded(app=fine, *, host="127.0.0.1", allowed=(), token="", counters=None, workers=None):
-    return Guard(
+    return RequestGuard(
         app,
         hosts=HostNames(host, allowed),
         tokens=Tokens(Secret(token), ""),
-        workers=workers or Workers(),
+        workers=workers or RequestThreads(),
         counters=counters or Counters(),
     )
 
@@ -84,7 +83,7 @@ def test_a_slow_resolver_is_not_waited_for(monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(guard_module, "_RESOLVE_SECONDS", 0.01)
     monkeypatch.setattr(guard_module, "machine_names", lambda: release.wait() and frozenset())
-    workers = Workers()
+    workers = RequestThreads()
     try:
         assert get(guarded(workers=workers), "/", host="evil.example").status == 421
     finally:
@@ -184,7 +183,7 @@ def test_websockets_and_lifespan_are_not_served():
 
 def test_a_request_that_comes_while_the_listener_stops_is_no_failure(caplog):
     """Watchers ask again as soon as they have an answer, also when the process ends."""
-    counters, workers = Counters(), Workers()
+    counters, workers = Counters(), RequestThreads()
     workers.stop()
 
     async def late(_scope, _receive, _send):

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from gpumem_otel.serve.hosts import HostNames, host_name, machine_names
+from gpumem_otel.serve.guard import HostNames, host_name, machine_names
 
 
 @pytest.mark.parametrize(

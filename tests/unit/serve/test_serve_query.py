@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_otel.core.model import ProfileKind
-from gpumem_otel.serve.query import ProfileQuery, profile_query
+from gpumem_otel.base.profile import ProfileKind
+from gpumem_otel.serve.read_api import ProfileQuery, profile_query
 
 LIVE, ALLOCATED = ProfileKind.LIVE, ProfileKind.ALLOCATED
 

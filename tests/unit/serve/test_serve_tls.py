@@ -8,9 +8,9 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from support import certs
 
-from gpumem_otel.config import ControlConfig, ServeConfig
 from gpumem_otel.errors import ServeError
-from gpumem_otel.serve.tls import server_context
+from gpumem_otel.serve.auth import server_context
+from gpumem_otel.settings.config import ControlConfig, ServeConfig
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_otel.config import Secret
 from gpumem_otel.errors import ServeError
-from gpumem_otel.serve.tokens import Tokens
+from gpumem_otel.serve.auth import Tokens
+from gpumem_otel.settings.config import Secret
 
 NONE = Secret("")
 

@@ -10,7 +10,7 @@ import weakref
 
 import pytest
 
-from gpumem_otel.serve.workers import Workers
+from gpumem_otel.serve.threads import RequestThreads
 
 
 def soon() -> float:
@@ -18,7 +18,7 @@ def soon() -> float:
 
 
 def test_a_call_runs_on_a_daemon_thread_of_its_own():
-    workers = Workers()
+    workers = RequestThreads()
     thread = asyncio.run(_awaited(workers, threading.current_thread))
     assert thread.daemon
     assert thread is not threading.current_thread()
@@ -34,7 +34,7 @@ def test_exceptions_arrive():
     def broken():
         raise KeyError("x")
 
-    workers = Workers()
+    workers = RequestThreads()
     with pytest.raises(KeyError):
         asyncio.run(_awaited(workers, broken))
 
@@ -45,12 +45,12 @@ def test_exceptions_that_a_future_does_not_take(kind):
         raise kind
 
     with pytest.raises(RuntimeError, match=f"^{kind.__name__} in a request$"):
-        asyncio.run(_awaited(Workers(), broken))
+        asyncio.run(_awaited(RequestThreads(), broken))
 
 
 def test_stop_sets_the_events_of_running_calls_only():
     async def scenario():
-        workers = Workers()
+        workers = RequestThreads()
         first, second = threading.Event(), threading.Event()
         await workers.start(lambda: None, first)
         waiting = workers.start(lambda: second.wait(30), second)
@@ -66,7 +66,7 @@ def test_stop_sets_the_events_of_running_calls_only():
 
 def test_a_call_that_outlives_its_loop_ends_quietly():
     release = threading.Event()
-    workers = Workers()
+    workers = RequestThreads()
 
     async def scenario():
         workers.start(lambda: release.wait(30))
@@ -101,7 +101,7 @@ def test_a_failed_call_leaves_no_cycle():
     gc.collect()
     gc.disable()
     try:
-        workers = Workers()
+        workers = RequestThreads()
         asyncio.run(scenario(workers))
         assert workers.join(soon())
         assert seen[0]() is None

@@ -12,8 +12,7 @@ import weakref
 import pytest
 from support.interrupts import Interrupts
 
-from gpumem_otel.yielding.apart import Apart, Ended
-from gpumem_otel.yielding.aside import begin_aside
+from gpumem_otel.yielding.engine.interrupts import Apart, Ended, begin_aside
 
 NAME = contextvars.ContextVar("NAME", default="")
 
@@ -62,7 +61,7 @@ def test_without_a_thread_it_is_done_here(run_apart, monkeypatch):
     def start(*_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr("gpumem_otel.yielding.aside.start_new_thread", start)
+    monkeypatch.setattr("gpumem_otel.yielding.engine.interrupts.start_new_thread", start)
     assert run_apart(threading.current_thread, nobody).result() is threading.main_thread()
 
 
@@ -134,7 +133,7 @@ def test_an_interrupt_as_the_thread_starts(run_apart, monkeypatch, began, error)
             begin_aside(*thread)
         raise error
 
-    monkeypatch.setattr("gpumem_otel.yielding.apart.begin_aside", interrupted)
+    monkeypatch.setattr("gpumem_otel.yielding.engine.interrupts.begin_aside", interrupted)
     ended = run_apart(lambda: pytest.fail("it is never begun"), lambda: told.append(1))
     assert ended.interrupt is error
     assert (ended.results, ended.error, told) == ([], None, [])

@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from gpumem_otel.logs import named_logger
-from gpumem_otel.yielding.aside import begin_aside, log_aside
+from gpumem_otel.base.logs import named_logger
+from gpumem_otel.yielding.engine.interrupts import begin_aside, log_aside
 
 LOG = named_logger("gpumem_otel.test_aside")
 
@@ -37,7 +37,7 @@ def test_where_there_is_room_for_one_thread_alone_it_is_done_by_that(monkeypatch
 
 
 def test_without_a_thread_it_says_so_and_a_line_is_left_out(monkeypatch, caplog):
-    monkeypatch.setattr("gpumem_otel.yielding.aside.start_new_thread", refuse)
+    monkeypatch.setattr("gpumem_otel.yielding.engine.interrupts.start_new_thread", refuse)
     with pytest.raises(RuntimeError, match="new thread"):
         begin_aside(lambda: pytest.fail("there is none"), "gpumem-otel-test")
     log_aside(LOG, logging.ERROR, "lost", wait_seconds=20.0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from support.fake_clock import FakeClock
 
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.yields import Operation, OperationState, Phase, YieldState
-from gpumem_otel.yielding.board import Board
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.yielding.engine.operations import Board
+from gpumem_otel.yielding.values import Operation, OperationState, Phase, YieldState
 
 
 def test_progress_is_told_ten_times_a_second_and_its_end_always():

@@ -11,16 +11,16 @@ import pytest
 from support.interrupts import Interrupts, SecondInterrupt, interrupt, once, until_it_waits
 from support.yield_parts import LoopingJob, World, ended
 
-from gpumem_otel import yields
-from gpumem_otel.core.yields import (
+from gpumem_otel.api import yields
+from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+from gpumem_otel.yielding import callbacks
+from gpumem_otel.yielding.values import (
     OperationState,
     RestoreRequest,
     YieldLevel,
     YieldRequest,
     YieldState,
 )
-from gpumem_otel.errors import YieldFailedError, YieldRefusedError
-from gpumem_otel.yielding import callbacks
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 

@@ -7,8 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from gpumem_otel.core.counters import Counters
-from gpumem_otel.core.yields import (
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.base.counters import Counters
+from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.yielding.engine.operations import Board, Docket
+from gpumem_otel.yielding.values import (
     Operation,
     OperationState,
     RestoreRequest,
@@ -16,10 +19,6 @@ from gpumem_otel.core.yields import (
     YieldRequest,
     YieldState,
 )
-from gpumem_otel.errors import YieldRefusedError
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.yielding.board import Board
-from gpumem_otel.yielding.docket import Docket
 
 HAD = YieldRequest(lease_seconds=60.0)
 

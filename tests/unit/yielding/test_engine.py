@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 from support.yield_parts import SIZE, FakeFinder, LoopingJob, World, ended
 
-from gpumem_otel.core.model import DeviceStats
-from gpumem_otel.core.yields import (
-    Found,
+from gpumem_otel.base.profile import DeviceStats
+from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.yielding.values import (
     OperationState,
     Phase,
     RestoreRequest,
-    Stays,
+    ScanResult,
+    Unmovable,
     YieldLevel,
     YieldRequest,
     YieldState,
 )
-from gpumem_otel.errors import YieldRefusedError
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 ALL = {
@@ -208,8 +208,8 @@ def test_what_is_discarded_is_zero_afterwards_and_nothing_else():
 
 def test_the_residual_adds_up_to_what_the_device_says():
     world = World(driver=False)
-    world.finder.found = Found(
-        tuple(world.movables), (Stays(0, "foreign", 3 * SIZE, "exported through DLPack"),)
+    world.finder.found = ScanResult(
+        tuple(world.movables), (Unmovable(0, "foreign", 3 * SIZE, "exported through DLPack"),)
     )
     world.usage = (
         DeviceStats(

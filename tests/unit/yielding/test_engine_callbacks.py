@@ -7,12 +7,8 @@ import threading
 import pytest
 from support.yield_parts import World
 
-from gpumem_otel.core.yields import (
-    YieldLevel,
-    YieldRequest,
-    YieldState,
-)
 from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.yielding.values import YieldLevel, YieldRequest, YieldState
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 

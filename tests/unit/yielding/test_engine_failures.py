@@ -8,14 +8,9 @@ import pytest
 from support.fake_clock import FakeClock
 from support.yield_parts import SIZE, LoopingJob, World, ended
 
-from gpumem_otel.core.model import DeviceStats
-from gpumem_otel.core.yields import (
-    OperationState,
-    YieldLevel,
-    YieldRequest,
-    YieldState,
-)
+from gpumem_otel.base.profile import DeviceStats
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+from gpumem_otel.yielding.values import OperationState, YieldLevel, YieldRequest, YieldState
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 WITHIN_FREE = ("free", "free within", "free at its end")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.yield_parts import World
 
-from gpumem_otel.core.yields import OperationState, YieldRequest, YieldState
+from gpumem_otel.yielding.values import OperationState, YieldRequest, YieldState
 
 WITHIN_FREE = ("free", "free within", "free at its end")
 

@@ -7,13 +7,8 @@ import threading
 import pytest
 from support.yield_parts import SIZE, World, ended
 
-from gpumem_otel.core.yields import (
-    Found,
-    YieldLevel,
-    YieldRequest,
-    YieldState,
-)
 from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.yielding.values import ScanResult, YieldLevel, YieldRequest, YieldState
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 ALL = {
@@ -60,7 +55,7 @@ def test_not_while_an_out_of_memory_is_handled():
 
 def test_with_a_captured_graph_auto_is_the_driver_alone():
     world = World()
-    world.finder.found = Found(tuple(world.movables), (), {0: "a captured graph lives there"})
+    world.finder.found = ScanResult(tuple(world.movables), (), {0: "a captured graph lives there"})
     report = world.engine.yield_(YieldRequest())
     assert report.level is YieldLevel.PROCESS
     assert not report.moved_bytes
@@ -83,7 +78,7 @@ def test_with_a_captured_graph_auto_is_the_driver_alone():
 def test_with_a_captured_graph_and_no_driver_nothing_goes(request_, driver, said):
     world = World()
     world.checkpoint.why_not = driver
-    world.finder.found = Found(tuple(world.movables), (), {0: "a captured graph lives there"})
+    world.finder.found = ScanResult(tuple(world.movables), (), {0: "a captured graph lives there"})
     with pytest.raises(YieldRefusedError, match=said):
         world.engine.yield_(request_)
     assert world.all_on_device
@@ -92,7 +87,7 @@ def test_with_a_captured_graph_and_no_driver_nothing_goes(request_, driver, said
 
 def test_a_graph_on_a_device_that_was_not_asked_for_is_no_reason():
     world = World()
-    world.finder.found = Found(tuple(world.movables), (), {1: "a captured graph lives there"})
+    world.finder.found = ScanResult(tuple(world.movables), (), {1: "a captured graph lives there"})
     report = world.engine.yield_(YieldRequest(devices=(0,), level=YieldLevel.TENSORS))
     assert dict(report.moved_bytes) == ALL
 

@@ -12,16 +12,16 @@ import pytest
 from support.fake_clock import FakeClock
 from support.yield_parts import SIZE, LoopingJob, World
 
-from gpumem_otel.core.yields import (
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+from gpumem_otel.yielding import callbacks
+from gpumem_otel.yielding.values import (
     OperationState,
     RestoreRequest,
     YieldLevel,
     YieldRequest,
     YieldState,
 )
-from gpumem_otel.errors import YieldFailedError, YieldRefusedError
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.yielding import callbacks
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 THROWN = YieldRequest(level=YieldLevel.TENSORS, discard=("optimizer_state",))
@@ -505,7 +505,7 @@ def test_callbacks_have_the_current_device_of_the_jobs_thread(monkeypatch, level
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     world = World()
     world.usage = (SimpleNamespace(device=5), SimpleNamespace(device=4))
-    monkeypatch.setattr("gpumem_otel.yielding.phases.residual_of", lambda *_: {})
+    monkeypatch.setattr("gpumem_otel.yielding.engine.phases.residual_of", lambda *_: {})
     seen = []
     see = lambda: seen.append(cuda.current_device())  # noqa: E731 - the same twice
     world.callbacks.add(see, see, None, 5.0)

@@ -12,15 +12,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from gpumem_otel.core.yields import (
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+from gpumem_otel.yielding.values import (
     OperationState,
     RestoreRequest,
     YieldLevel,
     YieldRequest,
     YieldState,
 )
-from gpumem_otel.errors import YieldFailedError, YieldRefusedError
-from gpumem_otel.export.clock import SystemClock
 
 CALLS = (
     "find", "begin", "admit", "copy_out", "free", "free within", "free at its end", "abandon",

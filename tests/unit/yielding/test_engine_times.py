@@ -9,13 +9,8 @@ import pytest
 from support.fake_clock import FakeClock
 from support.yield_parts import SIZE, World
 
-from gpumem_otel.core.yields import (
-    OperationState,
-    YieldLevel,
-    YieldRequest,
-    YieldState,
-)
 from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.yielding.values import OperationState, YieldLevel, YieldRequest, YieldState
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 

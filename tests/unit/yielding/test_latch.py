@@ -9,8 +9,8 @@ from queue import SimpleQueue
 import pytest
 from support.interrupts import until_it_waits
 
-from gpumem_otel.yielding import latch as latch_module
-from gpumem_otel.yielding.latch import Latch, Turn
+from gpumem_otel.yielding.engine import interrupts as latch_module
+from gpumem_otel.yielding.engine.interrupts import Claim, Latch
 
 
 def test_it_opens_for_all_who_wait_and_for_all_who_come_later():
@@ -134,7 +134,7 @@ def test_a_signal_that_the_kernel_gave_to_another_thread_is_handled_all_the_same
 
 def test_a_turn_goes_to_one_of_all_who_ask_at_once_and_stays_there():
     for _ in range(200):
-        turn, at_once, told = Turn(), threading.Barrier(2), {}
+        turn, at_once, told = Claim(), threading.Barrier(2), {}
 
         def asks(who, turn=turn, at_once=at_once, told=told):
             at_once.wait(20)

@@ -6,8 +6,8 @@ import threading
 
 from support.fake_clock import FakeClock
 
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.yielding.lease import Lease
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.yielding.engine.lease import Lease
 
 NAME = "gpumem-otel-lease"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_otel.core.yields import Found, Movable, Stays, YieldLevel, YieldRequest
 from gpumem_otel.errors import YieldRefusedError
-from gpumem_otel.yielding.plan import make_plan
+from gpumem_otel.yielding.engine.plan import make_plan
+from gpumem_otel.yielding.values import Candidate, ScanResult, Unmovable, YieldLevel, YieldRequest
 
-HERE = Movable(
+HERE = Candidate(
     storage=None,
     device=0,
     address=0,
@@ -20,7 +20,7 @@ HERE = Movable(
 
 
 def test_a_device_without_anything_of_this_process_is_named():
-    found = Found((HERE,), (Stays(1, "graphs", 512, "a captured graph lives there"),))
+    found = ScanResult((HERE,), (Unmovable(1, "graphs", 512, "a captured graph lives there"),))
     plan = make_plan(YieldRequest(devices=(99, 1, 0)), found, None)
     assert plan.movables == (HERE,)
     assert plan.notes == ("device 99: nothing of this process is there",)
@@ -33,8 +33,8 @@ def test_a_device_without_anything_of_this_process_is_named():
 def test_a_choice_that_nothing_fits_does_not_stop_the_job(chosen):
     """A name that is wrong by a letter would have it stand still, and give nothing back."""
     with pytest.raises(YieldRefusedError, match="nothing of what was chosen is there"):
-        make_plan(YieldRequest(**chosen), Found((HERE,)), None)
+        make_plan(YieldRequest(**chosen), ScanResult((HERE,)), None)
 
 
 def test_a_job_that_holds_nothing_may_be_asked_to_stand_aside():
-    assert make_plan(YieldRequest(level=YieldLevel.TENSORS), Found(()), None).movables == ()
+    assert make_plan(YieldRequest(level=YieldLevel.TENSORS), ScanResult(()), None).movables == ()

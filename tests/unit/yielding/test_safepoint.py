@@ -9,16 +9,16 @@ import pytest
 from support.interrupts import SecondInterrupt, interrupt, once, until_it_waits
 from support.yield_parts import LoopingJob, World
 
-from gpumem_otel.core.yields import (
+from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.errors import YieldRefusedError
+from gpumem_otel.yielding.engine.safepoint import SafePoints
+from gpumem_otel.yielding.values import (
     OperationState,
     RestoreRequest,
     YieldLevel,
     YieldRequest,
     YieldState,
 )
-from gpumem_otel.errors import YieldRefusedError
-from gpumem_otel.export.clock import SystemClock
-from gpumem_otel.yielding.safepoint import SafePoints
 
 TENSORS = YieldRequest(level=YieldLevel.TENSORS)
 CLOCK = SystemClock()

@@ -10,8 +10,8 @@ from support import fake_driver
 from support.fake_driver import FAKE, Device
 from support.pids import is_alive
 
-from gpumem_otel.yielding.checkpoint import DriverCheckpoint
-from gpumem_otel.yielding.keeperlink import KeeperSettings
+from gpumem_otel.yielding.driver.checkpoint import DriverCheckpoint
+from gpumem_otel.yielding.driver.helper_client import HelperSettings
 
 
 @pytest.fixture(params=[0, 1], ids=["", "persistent"])
@@ -39,7 +39,7 @@ def make(device):
             **(settings or {}),
         }
         driver = DriverCheckpoint(
-            environ={}, settings=KeeperSettings(**settings), call_seconds=5.0, **arguments
+            environ={}, settings=HelperSettings(**settings), call_seconds=5.0, **arguments
         )
         driver.told = queue.Queue()
         driver.on_restored = lambda phase: driver.told.put(("restored", phase))

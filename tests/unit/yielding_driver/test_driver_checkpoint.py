@@ -13,8 +13,8 @@ import pytest
 from support.fake_driver import CHECKPOINT, GIB, LOCK, STATE, UNLOCK, WHOLE, CUresult
 from support.pids import is_alive, wait_gone
 
-from gpumem_otel.core.yields import Phase
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
+from gpumem_otel.yielding.values import Phase
 
 
 def test_there_and_back(make, device):

@@ -12,11 +12,11 @@ from support import fake_driver, yield_parts
 from support.fake_driver import CHECKPOINT, GIB, LOCK, RESTORE, UNLOCK, CUresult, Device
 from support.yield_parts import World
 
-from gpumem_otel.core.quiet import QuietGate
-from gpumem_otel.core.yields import RestoreRequest, YieldLevel, YieldRequest, YieldState
+from gpumem_otel.base.gate import QuietGate
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
-from gpumem_otel.yielding.checkpoint import DriverCheckpoint
-from gpumem_otel.yielding.keeperlink import KeeperSettings
+from gpumem_otel.yielding.driver.checkpoint import DriverCheckpoint
+from gpumem_otel.yielding.driver.helper_client import HelperSettings
+from gpumem_otel.yielding.values import RestoreRequest, YieldLevel, YieldRequest, YieldState
 
 PROCESS = YieldRequest(level=YieldLevel.PROCESS)
 
@@ -30,7 +30,7 @@ def device(tmp_path, monkeypatch):
 
 @pytest.fixture
 def world(device, monkeypatch):
-    settings = KeeperSettings(
+    settings = HelperSettings(
         driver="support.fake_driver",
         nvml="support.fake_driver",
         environ=os.environ,
@@ -121,7 +121,7 @@ def test_a_helper_that_can_not_be_started_is_named_in_the_refusal_and_in_the_not
 
 
 def test_a_reader_that_does_not_leave_refuses(world, device, monkeypatch):
-    monkeypatch.setattr("gpumem_otel.yielding.driverpart.GATE_SECONDS", 0.01)
+    monkeypatch.setattr("gpumem_otel.yielding.engine.driver_phases.GATE_SECONDS", 0.01)
     world.gate.enter()
     with pytest.raises(YieldRefusedError, match="a read of ours did not end"):
         world.engine.yield_(PROCESS)

@@ -13,9 +13,9 @@ from support import fake_driver
 from support.fake_driver import CHECKPOINT, FAKE, GIB, LOCK, RESTORE, STATE, WHOLE, CUresult
 from support.pids import wait_gone
 
-from gpumem_otel.core.yields import Phase
 from gpumem_otel.errors import YieldRefusedError
-from gpumem_otel.yielding.keeperlink import KeeperSettings
+from gpumem_otel.yielding.driver.helper_client import HelperSettings
+from gpumem_otel.yielding.values import Phase
 
 
 def test_a_lease_ends_by_itself(make, device):
@@ -77,7 +77,7 @@ def test_a_keeper_that_is_killed_is_replaced_and_the_lease_goes_on(make, device)
 def test_where_no_keeper_starts_this_process_ends_the_lease(make, device):
     driver = make()
     driver.lock_and_checkpoint(5.0, 0.5)
-    driver._settings = KeeperSettings(
+    driver._settings = HelperSettings(
         driver=FAKE, nvml=FAKE, environ=os.environ, python="/nowhere/python"
     )
     os.kill(driver.keeper_pid, signal.SIGKILL)
@@ -104,11 +104,11 @@ def test_a_pipe_that_is_closed_brings_the_process_back(make, device):
 
 PARENT = """
 import os, sys, time
-from gpumem_otel.yielding.checkpoint import DriverCheckpoint
-from gpumem_otel.yielding.keeperlink import KeeperSettings
+from gpumem_otel.yielding.driver.checkpoint import DriverCheckpoint
+from gpumem_otel.yielding.driver.helper_client import HelperSettings
 from support.fake_driver import Device, VARIABLE
 Device(os.environ[VARIABLE])
-driver = DriverCheckpoint(environ={}, settings=KeeperSettings(
+driver = DriverCheckpoint(environ={}, settings=HelperSettings(
     driver="support.fake_driver", nvml="support.fake_driver", environ=os.environ))
 driver.lock_and_checkpoint(5.0, None)
 if os.fork() == 0:  # inherits the pipes, as a worker of a data loader does
@@ -149,7 +149,7 @@ def test_a_parent_that_ends_leaves_no_keeper(device, how):
 def tracers(monkeypatch):
     """Yama stands in the way: which processes this one let act on it; 0: nobody again."""
     named = []
-    where = "gpumem_otel.yielding.checkpoint."
+    where = "gpumem_otel.yielding.driver.checkpoint."
     monkeypatch.setattr(where + "yama_scope", lambda: 1)
     monkeypatch.setattr(where + "allow_tracing", lambda pid=0: named.append(pid) or True)
     return named

@@ -9,8 +9,8 @@ import pytest
 from support import fake_driver
 from support.fake_driver import FAKE, UUID, Device
 
-from gpumem_otel.yielding import drivercalls, driverprobe
-from gpumem_otel.yielding.driverprobe import refusal, why_not_permitted, yama_scope
+from gpumem_otel.yielding.driver import driver_api, preflight
+from gpumem_otel.yielding.driver.preflight import refusal, why_not_permitted, yama_scope
 
 NEW = (
     "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.03  Release Build  (dvs)\n"
@@ -81,11 +81,11 @@ def test_its_package_is_broken(ask, tmp_path, monkeypatch):
 
 def test_there_is_no_driver(ask, monkeypatch):
     """Asked of the real bindings alone, of which only the name is needed here."""
-    monkeypatch.setattr(driverprobe, "_is_there", lambda _module: True)
-    monkeypatch.setattr(drivercalls, "_LIBRARY", "libc.so.6")
-    assert ask(driver=drivercalls.DRIVER) == ""
-    monkeypatch.setattr(drivercalls, "_LIBRARY", "libno-such-driver.so.1")
-    assert ask(driver=drivercalls.DRIVER) == (
+    monkeypatch.setattr(preflight, "_is_there", lambda _module: True)
+    monkeypatch.setattr(driver_api, "_LIBRARY", "libc.so.6")
+    assert ask(driver=driver_api.DRIVER) == ""
+    monkeypatch.setattr(driver_api, "_LIBRARY", "libno-such-driver.so.1")
+    assert ask(driver=driver_api.DRIVER) == (
         "there is no NVIDIA driver here (libcuda.so.1 can not be loaded)"
     )
 
@@ -109,12 +109,12 @@ def test_what_the_bindings_raise_is_not_told(tmp_path, monkeypatch, library, say
         path.parent.mkdir(exist_ok=True)
         path.write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(drivercalls, "_LIBRARY", library)
+    monkeypatch.setattr(driver_api, "_LIBRARY", library)
     for name in [one for one in sys.modules if one.partition(".")[0] == "cuda"]:
         monkeypatch.delitem(sys.modules, name)
     try:
-        calls = drivercalls.DriverCalls(os.getpid())
-        with pytest.raises(drivercalls.DriverError) as caught:
+        calls = driver_api.DriverCalls(os.getpid())
+        with pytest.raises(driver_api.DriverError) as caught:
             calls._call("cuDriverGetVersion")
     finally:
         for name in ("cuda", "cuda.bindings", "cuda.bindings.driver"):
@@ -128,7 +128,7 @@ def test_bindings_that_can_not_be_imported(tmp_path, monkeypatch, text):
     (tmp_path / "broken_driver.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ImportError) as caught:
-        drivercalls.DriverCalls(os.getpid(), driver="broken_driver")
+        driver_api.DriverCalls(os.getpid(), driver="broken_driver")
     assert str(caught.value) == (
         "cuda-bindings can not be imported: pip install 'cuda-bindings>=12.8' nvidia-ml-py"
     )
@@ -188,7 +188,7 @@ def test_shared_memory_of_nccl(ask, root):
 
 
 def test_another_machine(ask, monkeypatch):
-    monkeypatch.setattr(driverprobe.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(preflight.platform, "machine", lambda: "aarch64")
     assert "aarch64" in ask()
 
 

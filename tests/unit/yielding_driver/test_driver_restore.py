@@ -13,7 +13,7 @@ from support.fake_driver import CHECKPOINT, FAKE, GIB, LOCK, RESTORE, UNLOCK, WH
 from support.pids import wait_gone
 
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
-from gpumem_otel.yielding.keeperlink import KeeperSettings
+from gpumem_otel.yielding.driver.helper_client import HelperSettings
 
 
 @pytest.mark.parametrize("knows_pids", [True, False])
@@ -153,7 +153,7 @@ def test_where_no_keeper_starts_the_process_brings_itself_back(make, device, tmp
     driver = make()
     driver.lock_and_checkpoint(5.0, None)
     device.set(others=9 * GIB)
-    driver._settings = KeeperSettings(
+    driver._settings = HelperSettings(
         driver=FAKE, nvml=FAKE, environ=os.environ, python="/nowhere/python"
     )
     driver._link.kill()

@@ -11,9 +11,9 @@ from support import fake_driver
 from support.fake_driver import CUresult, Device
 
 from gpumem_otel.errors import YieldRefusedError
-from gpumem_otel.yielding.checkpoint import DriverCheckpoint
-from gpumem_otel.yielding.garbage import HeldGarbage
-from gpumem_otel.yielding.keeperlink import KeeperSettings
+from gpumem_otel.yielding.copy.gc_control import HeldGarbage
+from gpumem_otel.yielding.driver.checkpoint import DriverCheckpoint
+from gpumem_otel.yielding.driver.helper_client import HelperSettings
 
 
 class Thing:
@@ -33,7 +33,7 @@ def driver(tmp_path, monkeypatch):
     path = tmp_path / "device.json"
     monkeypatch.setenv(fake_driver.VARIABLE, str(path))
     names = {"driver": "support.fake_driver", "nvml": "support.fake_driver"}
-    made = DriverCheckpoint(environ={}, settings=KeeperSettings(environ=os.environ, **names))
+    made = DriverCheckpoint(environ={}, settings=HelperSettings(environ=os.environ, **names))
     made.device = Device(path)
     yield made
     made.close(10.0)

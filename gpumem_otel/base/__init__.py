@@ -1,0 +1,1 @@
+"""Values, protocols, counters and text that every feature shares; imports no feature."""

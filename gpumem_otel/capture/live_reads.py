@@ -1,0 +1,313 @@
+"""Readings of what is alive: a snapshot, and what torch does not say of its blocks.
+
+Beside a snapshot go the classes of its blocks, the names of those without a stack, and whose memory
+it is that a restore has allocated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from gpumem_otel.base.logs import named_logger
+from gpumem_otel.base.protocols import no_pause
+from gpumem_otel.capture.restored import Replaced
+from gpumem_otel.capture.stackless import StacklessRoots
+from gpumem_otel.capture.table_entries import workspace_sizes
+from gpumem_otel.capture.tensor_table import TensorTable
+from gpumem_otel.errors import CaptureError
+from gpumem_otel.snapshot.reading import Reading
+from gpumem_otel.snapshot.snapshot import from_torch
+from gpumem_otel.snapshot.tensor_classes import Classifier, workspaces_in
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+    from gpumem_otel.base.counters import Counters
+    from gpumem_otel.base.profile import DeviceStats
+    from gpumem_otel.base.protocols import Clock
+    from gpumem_otel.capture.device_stats import StatsReader
+    from gpumem_otel.capture.gil_pacing import Pacer
+    from gpumem_otel.capture.recorder import Recorder
+    from gpumem_otel.capture.restored import Entries, Restored
+    from gpumem_otel.capture.stackless import Roots
+    from gpumem_otel.capture.table_entries import TableEntries
+    from gpumem_otel.snapshot.snapshot import TorchSnapshot
+
+# One snapshot of the allocator with the counters around it, and what taking it costs.
+
+COPIES_HISTORY: Final = (
+    "the job records memory history, and this torch (before 2.11) copies all of it with each "
+    "snapshot: no profiles until it stops recording"
+)
+"""Why there are no readings where `SnapshotTaker.too_slow`."""
+
+_log = named_logger("gpumem_otel.capture")
+
+_COPY_LIMIT_SECONDS: Final = 0.25
+_BLOCK_SECONDS: Final = 3e-6
+"""Of a snapshot, by live block, before one was taken: 2.6 us on an H200's host."""
+_ENTRY_SECONDS: Final = 3e-7
+"""Of an entry of the address table."""
+_PACE_FROM_BLOCKS: Final = 1000
+"""With fewer the time is not that of the blocks."""
+
+
+class SnapshotTaker:
+    """Takes snapshots, and knows by the last one what the next will take.
+
+    Args:
+        recorder: asked for them.
+        restored: brings nothing back meanwhile.
+        clock: time.
+
+    Attributes:
+        block_seconds: what a snapshot takes by live block, as of the last one.
+    """
+
+    def __init__(self, recorder: Recorder, restored: Restored, clock: Clock) -> None:
+        self.block_seconds = _BLOCK_SECONDS
+        self._recorder = recorder
+        self._restored = restored
+        self._clock = clock
+        self._slow_copy_at = -1  # what `Recorder.gaps` was
+        self._said_slow = False
+
+    def take(self, stats: StatsReader, *, traces: bool) -> tuple[Any, Reading]:
+        """The snapshot as torch gives it, and the reading that it makes.
+
+        Args:
+            stats: reads the counters.
+            traces: whether events are wanted too.
+
+        Raises:
+            CaptureError: the allocator could not be read.
+        """
+        now = self._clock.monotonic
+        try:
+            started = now()
+            devices = stats.devices()
+            before = stats.counters(devices)
+            time_ns = self._clock.time_ns()
+            with self._restored.lock:
+                raw = self._recorder.snapshot(traces=traces)
+            after = stats.counters(devices)
+            stall_seconds = now() - started
+            if not traces:
+                self._note_pace(before, stall_seconds)
+        except RuntimeError as error:
+            raise CaptureError(f"read: {error}; no profile this time") from error
+        return raw, Reading(
+            snapshot=from_torch(raw, source="torch"),
+            time_ns=time_ns,
+            before=before,
+            after=after,
+            stall_seconds=stall_seconds,
+        )
+
+    def expected_seconds(self, stats: StatsReader, entries: int) -> float:
+        """What a snapshot would take now.
+
+        Args:
+            stats: reads the counters.
+            entries: of the address table, each of which is looked at.
+        """
+        blocks = _live_blocks(stats.counters(stats.devices()))
+        return blocks * self.block_seconds + entries * _ENTRY_SECONDS
+
+    def _note_pace(self, before: Sequence[DeviceStats], seconds: float) -> None:
+        blocks = _live_blocks(before)
+        if blocks >= _PACE_FROM_BLOCKS:
+            self.block_seconds = seconds / blocks
+
+    # events that the job records, and torch before 2.11 copies with each snapshot
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether the job's events made a snapshot slow, and the job has not stopped since."""
+        return self._slow_copy_at == self._recorder.gaps
+
+    def note_copy(self, seconds: float) -> None:
+        """A snapshot without events has taken so long; said once where that is too much."""
+        if seconds <= _COPY_LIMIT_SECONDS or not self._recorder.copies_events:
+            return
+        self._slow_copy_at = self._recorder.gaps  # there is one more once the job stops
+        if not self._said_slow:
+            self._said_slow = True
+            _log.warning("%s (a snapshot took %.2f s)", COPIES_HISTORY, seconds)
+
+    def forget_copy(self) -> None:
+        """Recording has begun anew."""
+        self._slow_copy_at = -1
+
+
+def _live_blocks(stats: Sequence[DeviceStats]) -> int:
+    return sum(one.allocations - one.frees for one in stats)
+
+
+class LiveReads:
+    """Makes readings; torch may be called, and that is for others to see to.
+
+    Args:
+        recorder: knows whose recording it is.
+        snapshots: takes them.
+        tensors: the address table; None where no classes are told.
+        restored: which memory was allocated by a restore.
+        pacer: gives up the interpreter lock between slices of a pass over all blocks.
+        environ: the process's environment, for the size of cuBLAS's workspace.
+        counters: takes `exporter_stall_seconds` of `completed`.
+
+    Attributes:
+        roots: names blocks without a stack.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        snapshots: SnapshotTaker,
+        *,
+        tensors: TensorTable | None,
+        restored: Restored,
+        pacer: Pacer,
+        environ: Mapping[str, str],
+        counters: Counters,
+    ) -> None:
+        self._recorder = recorder
+        self._snapshots = snapshots
+        self._tensors = tensors
+        self._restored = restored
+        self._pacer = pacer
+        self._environ = environ
+        self._counters = counters
+        self._workspaces: tuple[int, ...] | None = None
+        self._workspaces_before: set[int] = set()
+        self._gaps_seen = 0
+        self.forget_roots()
+
+    def forget_roots(self, *, engine_is_named: bool = False) -> None:
+        """Nothing is known of any block.
+
+        Args:
+            engine_is_named: see `StacklessRoots`.
+        """
+        self.roots = StacklessRoots(self._pacer, engine_is_named=engine_is_named)
+
+    def recording_began(self) -> None:
+        """What was allocated before is older than our recording."""
+        self._gaps_seen = self._recorder.gaps
+
+    def forget_parent(self) -> None:
+        """In a forked child: its parent's workspaces are not in this process."""
+        self._workspaces_before = set()
+
+    # on our thread, in slices
+
+    def read(self, stats: StatsReader) -> Reading:
+        """What is alive now, see `Source.read`."""
+        self._recorder.keep_on()
+        gaps = self._recorder.gaps
+        entries = self._tensors.snapshot() if self._tensors is not None else {}
+        restored = self._restored.entries()
+        raw, reading = self._snapshots.take(stats, traces=False)
+        self._snapshots.note_copy(reading.stall_seconds)
+        replaced, sliced_seconds = self.put_originals(raw, restored)
+        sliced_seconds += self.roots.update(
+            raw, unrecorded=gaps != self._gaps_seen, restored=replaced.roots
+        )
+        self._gaps_seen = gaps
+        classifier = None
+        if self._tensors is not None:
+            classifier, seconds = self.classifier(reading.snapshot, entries)
+            sliced_seconds += seconds
+        return replace(
+            reading,
+            stall_seconds=reading.stall_seconds + sliced_seconds,
+            stackless=self.roots.of_blocks(ours=not self._recorder.job_records),
+            classifier=classifier,
+        )
+
+    def put_originals(self, raw: Any, before: Entries) -> tuple[Replaced, float]:
+        """What restores allocated shows whose it is; and the seconds that took in slices.
+
+        Args:
+            raw: the snapshot.
+            before: what was known when it was asked for: what is not in it is gone.
+        """
+        entries = {**before, **self._restored.entries()}
+        if not entries:
+            return Replaced((), {}), 0.0
+        self._pacer.begin()
+        try:
+            replaced = self._restored.put_into(raw, entries, self._pacer.pause)
+            self._restored.forget(before, replaced.addresses, self._pacer.pause)
+        finally:
+            seconds = self._pacer.end()
+        return replaced, seconds
+
+    def classifier(
+        self, snapshot: TorchSnapshot, entries: TableEntries
+    ) -> tuple[Classifier, float]:
+        """What tells the classes of a snapshot's blocks, and the seconds that took in slices."""
+        if not entries and not self._workspace_sizes():
+            return Classifier({}), 0.0
+        self._pacer.begin()
+        try:
+            known = TensorTable.alive(entries, self._pacer.pause)
+            self._workspaces_before = workspaces = self._workspaces_in(snapshot, known)
+        finally:
+            seconds = self._pacer.end()
+        return Classifier(known, workspaces), seconds
+
+    def _workspaces_in(self, snapshot: TorchSnapshot, known: Collection[int]) -> set[int]:
+        return workspaces_in(
+            snapshot.raw_segments(),
+            self._workspace_sizes(),
+            known,
+            self._workspaces_before,
+            self._pacer.pause,
+        )
+
+    def _workspace_sizes(self) -> tuple[int, ...]:
+        if self._workspaces is None:
+            self._workspaces = workspace_sizes(self._environ)
+        return self._workspaces
+
+    # on the job's own thread, at once
+
+    def read_at_once(self, stats: StatsReader, budget_seconds: float) -> Reading | None:
+        """The snapshot, and which storages of the address table live.
+
+        Blocks without a stack are named by what the last `read` knew.
+
+        Args:
+            stats: reads the counters.
+            budget_seconds: None where the snapshot would take longer.
+        """
+        entries = self._tensors.snapshot() if self._tensors is not None else {}
+        if self._snapshots.expected_seconds(stats, len(entries)) > budget_seconds:
+            return None
+        raw, reading = self._snapshots.take(stats, traces=False)
+        replaced = self._restored.put_into(raw, self._restored.entries(), no_pause)
+        roots = self.roots.of_blocks(ours=not self._recorder.job_records, restored=replaced.roots)
+        classifier = None
+        if self._tensors is not None:
+            # now: on its way out the job lets go of what is alive at this moment
+            classifier = Classifier(TensorTable.alive(entries, no_pause))
+        return replace(reading, stackless=roots, classifier=classifier)
+
+    def completed(self, reading: Reading) -> Reading:
+        """A reading of `read_at_once` with what took too long for the job's thread."""
+        if reading.classifier is None:
+            return reading
+        known = reading.classifier.by_address
+        self._pacer.begin()
+        try:
+            workspaces = self._workspaces_in(reading.snapshot, known)
+        finally:
+            self._counters.add("exporter_stall_seconds", self._pacer.end())
+        return replace(reading, classifier=Classifier(known, workspaces))
+
+    def as_before_restores(self, raw: Any) -> Roots:
+        """Put the stacks of before into a snapshot, at once; what blocks without one are called."""
+        replaced = self._restored.put_into(raw, self._restored.entries(), no_pause)
+        return self.roots.remembered(replaced.roots)

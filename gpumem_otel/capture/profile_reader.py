@@ -1,0 +1,246 @@
+"""Profiles on demand, from any source: reads, aggregates in slices, checks the books."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Final
+
+from gpumem_otel.base.logs import named_logger
+from gpumem_otel.capture.costs import Costs, devices_of, with_comments
+from gpumem_otel.capture.gil_pacing import Pacer
+from gpumem_otel.capture.window_profiles import WindowReader
+from gpumem_otel.profiles.heap import apply_budget, live_profile
+from gpumem_otel.snapshot.tensor_classes import classes_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from gpumem_otel.base.counters import Counters
+    from gpumem_otel.base.profile import DeviceTotals, HeapProfile
+    from gpumem_otel.base.protocols import Clock, FrameNamer
+    from gpumem_otel.settings.config import ProfileConfig
+    from gpumem_otel.snapshot.reading import Reading, Source
+    from gpumem_otel.snapshot.tensor_classes import ClassAs, TensorClass
+
+_log = named_logger("gpumem_otel.capture")
+
+SHARE_SECONDS: Final = 1.0
+"""Callers that come within this time of a read-out are given its profiles."""
+
+EQUAL: Final = "equal to the allocator's own counter of allocated bytes"
+RACED: Final = "the job allocated or freed while this was read: counters and snapshot differ"
+"""Comments of a profile."""
+
+
+class LiveProfileReader:
+    """Implements `ProfileReader`; one read-out at a time, from any thread.
+
+    Args:
+        source: a live process or a recording.
+        namer: names Python frames.
+        clock: time.
+        counters: takes `exporter_stall_seconds`, `exporter_runs` and `exporter_seconds` of the
+            stages `read` and `window`, `readouts_raced`, `readouts_breached`. Waiting for a
+            window to end is not in its seconds, and taps are in no stage of ours. A failure is
+            raised and counted by the caller, who knows what it was for.
+        config: budgets.
+        pacer: gives up the interpreter lock between slices of our own work.
+        describe: more comments for every profile (rank, versions), asked at each read-out.
+        share_seconds: see `SHARE_SECONDS`; 0: every call reads.
+
+    Attributes:
+        tap: called with each live reading before it is let go, for recordings. It runs inside
+            the read-out, must not raise, and slices and counts its own work: its time is in
+            neither stall nor seconds of the stage `read`.
+        windows: makes the profiles of recorded windows.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        namer: FrameNamer,
+        clock: Clock,
+        counters: Counters,
+        config: ProfileConfig,
+        pacer: Pacer | None = None,
+        describe: Callable[[], Sequence[str]] | None = None,
+        share_seconds: float = SHARE_SECONDS,
+    ) -> None:
+        self.tap: list[Callable[[Reading], object]] = []
+        self._source = source
+        self._namer = namer
+        self._clock = clock
+        self._counters = counters
+        self._config = config
+        self._pacer = pacer or Pacer()
+        self._costs = Costs(counters, describe)
+        self._share_seconds = share_seconds
+        self._lock = threading.Lock()
+        self._books: Mapping[int, DeviceTotals] = {}
+        self._classes: Mapping[int, Mapping[str, int]] = {}
+        self._last: tuple[float, tuple[HeapProfile, ...]] | None = None
+        self._said_breach = False
+        self.windows = WindowReader(
+            source,
+            namer=namer,
+            clock=clock,
+            costs=self._costs,
+            config=config,
+            pacer=self._pacer,
+            lock=self._lock,
+        )
+
+    @property
+    def window_tap(self) -> list[Callable[[Reading, float], object]]:
+        """Called with each recorded window and its seconds, outside of any lock."""
+        return self.windows.tap
+
+    @property
+    def last_stall_seconds(self) -> float:
+        """How long the last read-out held the interpreter lock.
+
+        The C calls that can not be sliced and our own slices together.
+        """
+        return self._costs.last_stall_seconds
+
+    # ProfileReader
+
+    def live(self) -> tuple[HeapProfile, ...]:
+        """See `ProfileReader`."""
+        with self._lock:
+            last, started = self._last, self._clock.monotonic()
+            if last is not None and 0 <= started - last[0] < self._share_seconds:
+                return last[1]
+            return self._read_and_keep(started)
+
+    def live_now(self) -> tuple[HeapProfile, ...]:
+        """A read-out of this very moment: all ranks read at the same one, so none is shared.
+
+        Raises:
+            CaptureError: the allocator could not be read.
+        """
+        with self._lock:
+            return self._read_and_keep(self._clock.monotonic())
+
+    def last(self) -> tuple[float, tuple[HeapProfile, ...]] | None:
+        """The profiles of the last live read-out and their age in seconds; None before it."""
+        last = self._last
+        return None if last is None else (self._clock.monotonic() - last[0], last[1])
+
+    def allocated(self, seconds: float, stop: threading.Event) -> tuple[HeapProfile, ...]:
+        """See `ProfileReader`."""
+        return self.windows.allocated(seconds, stop)
+
+    def books(self) -> Mapping[int, DeviceTotals]:
+        """What the last live read-out summed up, by device; {} before the first."""
+        return self._books
+
+    def classes(self) -> Mapping[int, Mapping[str, int]]:
+        """Bytes by tensor class at the last live read-out, by device; {} before the first.
+
+        They add up to that read-out's `allocated`. A class that was seen once stays, with 0.
+        """
+        return self._classes
+
+    def profiles_of(self, reading: Reading) -> tuple[HeapProfile, ...]:
+        """Live profiles of a reading that somebody else took; nothing else changes."""
+        return self._live(reading)[0]
+
+    # live
+
+    def _read_and_keep(self, started: float) -> tuple[HeapProfile, ...]:
+        reading = self._source.read()
+        profiles, sliced_seconds, books, classes = self._live(reading)
+        self._books = books
+        self._classes = _with_those_before(self._classes, classes)
+        stall_seconds = reading.stall_seconds + sliced_seconds
+        self._costs.count("read", self._clock.monotonic() - started)
+        for call in self.tap:
+            call(reading)
+        self._last = (self._clock.monotonic(), profiles)
+        letting_go = time.perf_counter()
+        del reading  # many small objects: letting them go is one more piece that holds the lock
+        self._costs.stalled(stall_seconds + time.perf_counter() - letting_go)
+        return profiles
+
+    def _live(
+        self, reading: Reading
+    ) -> tuple[
+        tuple[HeapProfile, ...], float, dict[int, DeviceTotals], dict[int, dict[TensorClass, int]]
+    ]:
+        """The profiles, the seconds that our slices took, the books, and bytes by class."""
+        pacer, config = self._pacer, self._config
+        books: dict[int, DeviceTotals] = {}
+        classes: dict[int, dict[TensorClass, int]] = {}
+        classifier = None if config.class_as == "off" else reading.classifier
+        class_as: ClassAs = "label" if config.class_as == "label" else "root"
+        profiles = []
+        extra = self._costs.comments()
+        pacer.begin()
+        try:
+            for device in devices_of(reading):
+                books[device] = reading.snapshot.books(device, pacer.pause)
+                profile = live_profile(
+                    reading.snapshot,
+                    device,
+                    namer=self._namer,
+                    stackless=reading.stackless,
+                    time_ns=reading.time_ns,
+                    pause=pacer.pause,
+                    max_depth=config.max_depth,
+                    classifier=classifier,
+                    class_as=class_as,
+                )
+                if classifier is not None:
+                    classes[device] = classes_of(profile, class_as)
+                profile = apply_budget(profile, max_samples=config.max_samples)
+                verdict = self._check(reading, device, books[device], profile)
+                profiles.append(with_comments(profile, (verdict, *extra)))
+        finally:
+            sliced_seconds = pacer.end()
+        return tuple(profiles), sliced_seconds, books, classes
+
+    def _check(
+        self, reading: Reading, device: int, books: DeviceTotals, profile: HeapProfile
+    ) -> str:
+        """Compare profile, snapshot and counters; says in a sentence how they stand.
+
+        A profile must equal its own snapshot whatever the job did meanwhile; only the allocator's
+        counters, which are read before and after, say nothing where the job allocated.
+        """
+        total_bytes = profile.total_bytes
+        stats = {s.device: s for s in reading.before}.get(device)
+        raced = reading.raced(device) or stats is None
+        if raced:
+            self._counters.add("readouts_raced")
+        told = f"device {device}: profile {total_bytes}, snapshot {books.allocated_bytes}"
+        if raced or stats is None:
+            if total_bytes == books.allocated_bytes:
+                return RACED
+            told += " bytes allocated"
+        else:
+            if total_bytes == books.allocated_bytes == stats.allocated_bytes:
+                return EQUAL
+            told += (
+                f", allocator {stats.allocated_bytes} bytes allocated, while nothing was allocated"
+            )
+        self._counters.add("readouts_breached")
+        if not self._said_breach:
+            self._said_breach = True
+            _log.warning("the books do not close: %s", told)
+        return told
+
+
+def _with_those_before(
+    before: Mapping[int, Mapping[str, int]], now: Mapping[int, Mapping[TensorClass, int]]
+) -> dict[int, dict[str, int]]:
+    """A class that is gone has 0: a series that ends would keep its last value on a graph."""
+    return {
+        device: {
+            **dict.fromkeys(before.get(device, ()), 0),
+            **{found.value: size for found, size in sums.items()},
+        }
+        for device, sums in now.items()
+    }

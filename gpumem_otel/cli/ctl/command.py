@@ -1,0 +1,331 @@
+"""`gpumem-otel ctl`: ask running jobs to give their GPU memory back, and to take it again."""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+from collections import Counter
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from gpumem_otel.cli.common import CommandFailed, print_json, warn
+from gpumem_otel.cli.ctl.reach import Reach, answered, as_entry, clients_of
+from gpumem_otel.snapshot.tensor_classes import TensorClass
+from gpumem_otel.yielding.values import (
+    DISCARDABLE,
+    SECONDS,
+    RestoreRequest,
+    YieldLevel,
+    YieldRequest,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from gpumem_otel.cli.ctl.client import Client
+    from gpumem_otel.cli.ctl.jobs import OperationProgress, Outcome
+
+_EPILOG = """\b
+Examples:
+  gpumem-otel ctl state
+  gpumem-otel ctl yield --dry-run
+  gpumem-otel ctl yield --lease 30m
+  gpumem-otel ctl restore
+  gpumem-otel ctl state --target https://node7:9564 --token-file token --ca-file ca.pem
+
+\b
+Without --target, the jobs of this user on this machine that were started with
+GPUMEM_OTEL_CONTROL=1, or those of all users for root. TIME is seconds, or a number
+with s, m, h or d: 90, 30m, 1.5h. Exit codes: 0 done, 1 refused or failed, 2 bad usage.
+"""
+
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+
+_CLASSES = click.Choice([one.value for one in TensorClass])
+
+
+_RANK = ("namespace", "service_name", "run_id", "rank")
+"""Names a process of a job; all but the last of it name the job."""
+
+
+def _duration(value: str) -> float:
+    """Seconds, or a number with s, m, h or d."""
+    text = value.strip().lower()
+    unit = _UNITS.get(text[-1:])
+    number = text if unit is None else text[:-1]
+    # float() takes more than a person means: nan, inf, 1_0
+    if not number.isascii() or not number.replace(".", "", 1).isdigit():
+        raise click.BadParameter(
+            f"{value!r} is no duration: seconds, or a number with s, m, h or d (90, 30m, 1.5h)"
+        )
+    return float(number) * (1.0 if unit is None else unit)
+
+
+def _known(name: str) -> str:
+    """What a length of time may be, for the help."""
+    known = SECONDS[name]
+    return f"{known.low:g} to {known.high:.0f} seconds"
+
+
+def _reaching(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of all verbs."""
+    for option in reversed(
+        (
+            click.option(
+                "--target",
+                "targets",
+                multiple=True,
+                metavar="URL",
+                help="unix:///path/to.sock, http://host:port or https://host:port; several times.",
+            ),
+            click.option("--run-dir", metavar="DIR", help="Where jobs have their sockets."),
+            click.option("--token-file", default="", metavar="FILE", help="Bearer token."),
+            click.option("--ca-file", default="", metavar="FILE", help="CA of the servers."),
+            click.option("--cert-file", default="", metavar="FILE", help="Client certificate."),
+            click.option("--key-file", default="", metavar="FILE", help="Its key."),
+            click.option(
+                "--insecure", is_flag=True, help="Send a token over plain HTTP to another machine."
+            ),
+            click.option("--json", "as_json", is_flag=True, help="Print JSON."),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+def _following(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of commands."""
+    for option in reversed(
+        (
+            click.option(
+                "--all", "every", is_flag=True, help="All jobs of this machine, where it has many."
+            ),
+            click.option(
+                "--wait/--no-wait", default=True, help="Follow it to its end (the default)."
+            ),
+        )
+    ):
+        function = option(function)
+    return function
+
+
+@click.group(
+    "ctl",
+    epilog=_EPILOG,
+    no_args_is_help=False,  # errors are one line, and the help is not
+    short_help="Ask jobs to yield and restore GPU memory.",
+)
+def command() -> None:
+    """Ask running jobs to give their GPU memory back, and to take it again."""
+
+
+@command.command("state")
+@_reaching
+def _state(as_json: bool, **reach: Any) -> int:
+    """Print where each process stands."""
+    from gpumem_otel.cli.ctl.jobs import at_once, state_of
+    from gpumem_otel.cli.ctl.view import state_table
+
+    outcomes = at_once(clients_of(Reach(**reach), as_json=as_json), state_of)
+    if as_json:
+        print_json([as_entry(outcome) for outcome in outcomes])
+    elif any(not outcome.error for outcome in outcomes):
+        click.echo(state_table(outcomes, time.time_ns()), nl=False)
+    return _said(outcomes)
+
+
+@command.command("watch")
+@_reaching
+def _watch(as_json: bool, **reach: Any) -> int:
+    """Print each change of each process until interrupted; with --json a line of JSON for each."""
+    from gpumem_otel.cli.ctl.jobs import watch as follow
+    from gpumem_otel.cli.ctl.view import change_line
+
+    clients = clients_of(Reach(**reach))
+    said: queue.SimpleQueue[Outcome | str] = queue.SimpleQueue()
+    stop = threading.Event()
+
+    def run(client: Client) -> None:
+        try:
+            follow(client, said.put, stop)
+        except CommandFailed as error:
+            said.put(error.format_message())
+        except Exception as error:
+            said.put(f"{client.target.url}: {type(error).__name__}: {error}")
+
+    for client in clients:
+        threading.Thread(target=run, args=(client,), daemon=True).start()
+    left, answered = len(clients), False
+    while left:
+        found = said.get()
+        if isinstance(found, str):
+            left -= 1
+            warn(found)
+            continue
+        answered = True
+        click.echo(json.dumps(as_entry(found)) if as_json else change_line(found))
+    raise CommandFailed("no process answers any more" if answered else "no process answered")
+
+
+@command.command("yield")
+@_reaching
+@_following
+@click.option(
+    "--level",
+    type=click.Choice([level.value for level in YieldLevel]),
+    help="tensors: the context stays; process: all, by the driver; auto (default): both.",
+)
+@click.option("--device", "devices", type=int, multiple=True, help="Only this.")
+@click.option("--class", "classes", type=_CLASSES, multiple=True, help="Only this tensor class.")
+@click.option("--keep", type=_CLASSES, multiple=True, help="Tensor class that stays.")
+@click.option(
+    "--discard",
+    type=click.Choice(DISCARDABLE),
+    multiple=True,
+    help="Tensor class that is thrown away: zeros after the restore.",
+)
+@click.option(
+    "--lease",
+    "lease_seconds",
+    type=_duration,
+    metavar="TIME",
+    help=f"Restore by itself after so long ({_known('lease_seconds')}).",
+)
+@click.option(
+    "--deadline",
+    "deadline_seconds",
+    type=_duration,
+    metavar="TIME",
+    help=f"Undo it where it takes longer ({_known('deadline_seconds')}).",
+)
+@click.option(
+    "--wait-seconds",
+    type=_duration,
+    metavar="TIME",
+    help=f"How long to wait for a safe point ({_known('wait_seconds')}, default 60).",
+)
+@click.option("--dry-run", is_flag=True, help="Only say what would happen.")
+@click.option("--verify", is_flag=True, help="Compare checksums before and after.")
+@click.option("--assume-private", is_flag=True, help="Move also what others may share.")
+@click.option("--release-host", is_flag=True, help="Give host memory back after the restore.")
+@click.option("--disk-dir", help="Folder for what host memory can not hold; the job must allow it.")
+def _yield(**given: Any) -> int:
+    """Give GPU memory back."""
+    names = (
+        "level", "devices", "classes", "keep", "discard", "lease_seconds", "deadline_seconds",
+        "wait_seconds", "dry_run", "verify", "assume_private", "release_host", "disk_dir",
+    )  # fmt: skip
+    return _command("yield", names, given)
+
+
+@command.command("restore")
+@_reaching
+@_following
+@click.option("--class", "classes", type=_CLASSES, multiple=True, help="Only this tensor class.")
+@click.option(
+    "--wait-seconds",
+    type=_duration,
+    metavar="TIME",
+    help=f"How long to wait for device memory ({_known('wait_seconds')}, default 60).",
+)
+def _restore(**given: Any) -> int:
+    """Take GPU memory again."""
+    return _command("restore", ("classes", "wait_seconds"), given)
+
+
+def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
+    """Send it to each process and follow it."""
+    from gpumem_otel.cli.ctl import jobs as ctl_jobs
+    from gpumem_otel.cli.ctl.view import bars, report_lines
+
+    # What was not said is left to the job, which has defaults of its own. 0 was said.
+    body = {
+        name: value
+        for name in names
+        if (value := given.pop(name)) is not None and value is not False and value != ()
+    }
+    as_json, every, wait = given.pop("as_json"), given.pop("every"), given.pop("wait")
+    reach = Reach(**given)
+    with answered(tuple(dict.fromkeys(reach.targets)), as_json=as_json):
+        fault = _fault(kind, body)
+        if fault:
+            raise click.UsageError(fault)
+    clients = clients_of(reach, as_json=as_json)
+    if not reach.targets and not every:
+        with answered([client.target.url for client in clients], as_json=as_json):
+            _refuse_several_jobs(clients)
+    names_shown = {client.target.url: f"{kind} {i}" for i, client in enumerate(clients)}
+    call = partial(ctl_jobs.command, kind=kind, body=body, wait=wait)
+    begun: set[str] = set()
+    try:
+        with bars(names_shown, kind, silent=as_json) as show:
+
+            def shown(progress: OperationProgress) -> None:
+                begun.add(progress.url)
+                show(progress)
+
+            outcomes = ctl_jobs.at_once(clients, call, shown)
+    except KeyboardInterrupt:
+        warn(_interrupted(kind, begun=bool(begun)))
+        raise
+    if as_json:
+        print_json([as_entry(outcome) for outcome in outcomes])
+    else:
+        for outcome in outcomes:
+            if not outcome.error:
+                click.echo("\n".join(report_lines(outcome)))
+    return _said(outcomes)
+
+
+def _interrupted(kind: str, *, begun: bool) -> str:
+    """There is no calling back what a job has begun."""
+    from gpumem_otel.cli.ctl import jobs as ctl_jobs
+
+    if not begun:
+        return f"{ctl_jobs.begun(kind)}: no answer came so far"
+    way = "" if kind == "restore" else (
+        ", `gpumem-otel ctl restore` takes the memory again once it has ended"
+    )  # fmt: skip
+    return f"not waited for: the {kind} goes on. `gpumem-otel ctl state` shows it{way}"
+
+
+def _fault(kind: str, body: dict[str, Any]) -> str:
+    """What no job would do, said before one is asked."""
+    from gpumem_otel.yielding.validation import restore_fault, yield_fault
+
+    if kind == "restore":
+        return restore_fault(RestoreRequest(**body))
+    level = YieldLevel(body.get("level", YieldLevel.AUTO))
+    return yield_fault(YieldRequest(**{**body, "level": level}))
+
+
+def _refuse_several_jobs(clients: Sequence[Client]) -> None:
+    """Nobody means to stop another job than the one they think of."""
+    from gpumem_otel.cli.ctl.jobs import at_once, state_of
+
+    found = at_once(clients, state_of)
+    for one in found:
+        if one.error:  # it may answer a moment later, and be of another job
+            raise CommandFailed(f"{one.error}; --target names whom to ask, --all asks all the same")
+    ranks = Counter(tuple(one.process.get(name) for name in _RANK) for one in found)
+    jobs = len({rank[:-1] for rank in ranks})
+    told = f"{jobs} jobs" if jobs > 1 else "processes that call themselves the same rank of one job"
+    if jobs > 1 or any(count > 1 for count in ranks.values()):
+        raise click.UsageError(
+            f"{told} take commands here: name processes with --target ('gpumem-otel ctl state' "
+            "lists them), or give --all"
+        )
+
+
+def _said(outcomes: Sequence[Outcome]) -> int:
+    """Say what went wrong; the exit code."""
+    from gpumem_otel.base.text import printable
+
+    failed = [outcome.error for outcome in outcomes if outcome.error]
+    for line in failed:
+        click.echo(f"gpumem-otel: error: {printable(' '.join(line.split()))}", err=True)
+    return 1 if failed else 0

@@ -1,1 +1,0 @@
-"""Outgoing: metrics and pushed profiles."""

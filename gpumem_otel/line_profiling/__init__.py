@@ -1,0 +1,1 @@
+"""The line profiler: GPU memory by line of the functions that are profiled."""

@@ -1,0 +1,1 @@
+"""Heap profiles of snapshots and recordings, and their encodings: pprof, folded stacks, tables."""

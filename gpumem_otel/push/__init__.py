@@ -1,0 +1,1 @@
+"""Pushes of profiles: schedule, Pyroscope, transport, and the spool of what could not be sent."""

@@ -1,0 +1,1 @@
+"""Our own recordings: format, writer, reader, and the source that plays one back."""

@@ -1,0 +1,1 @@
+"""Starts, stops and forks the components of one process."""

@@ -1,0 +1,165 @@
+"""Bearer tokens of readers: compared in constant time, read again when their file changes."""
+
+from __future__ import annotations
+
+import hmac
+import ssl
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from gpumem_otel.base.logs import named_logger
+from gpumem_otel.errors import ConfigError, ServeError
+from gpumem_otel.settings.config import ControlConfig
+from gpumem_otel.settings.files import (
+    MOST_TOKEN_BYTES,
+    contents,
+    load_authorities,
+    load_certificate,
+    stamp,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from gpumem_otel.settings.config import Secret, ServeConfig
+
+# The TLS context of the listener, checked when it is built rather than at the first client.
+
+
+def server_context(config: ServeConfig | ControlConfig) -> ssl.SSLContext | None:
+    """The context that the config asks for, None for plain HTTP.
+
+    TLS 1.2 and newer. With a client CA every client must show a certificate of it.
+
+    Raises:
+        ServeError: a file is missing, unreadable, or does not fit the others.
+    """
+    of = "control_" if isinstance(config, ControlConfig) else ""
+    if not config.tls_cert_file:
+        for name in ("tls_key_file", "tls_client_ca_file"):
+            if getattr(config, name):
+                raise ServeError(
+                    f"{of}{name} is set without {of}tls_cert_file: set both or neither"
+                )
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        load_certificate(
+            context, config.tls_cert_file, config.tls_key_file, key_setting=f"{of}tls_key_file"
+        )
+    except ConfigError as exc:
+        raise ServeError(f"TLS certificate and key: {exc}") from exc
+    if config.tls_client_ca_file:
+        try:
+            load_authorities(context, config.tls_client_ca_file)
+        except ConfigError as exc:
+            raise ServeError(f"TLS client CA {exc}") from exc
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+# A file whose contents count as they are now: read again when it changes, kept when it breaks.
+
+_log = named_logger("gpumem_otel.serve")
+
+_T = TypeVar("_T")
+
+
+class WatchedFile(Generic[_T]):
+    """What a file held when it could last be used.
+
+    Args:
+        path: of the file.
+        what: its name in messages: `token file`.
+        stays: what a warning says of the value where the file has vanished or broken.
+        parse: makes the value; a ValueError says in one clause what is wrong.
+        most_bytes: a larger one can not be used.
+
+    Raises:
+        ServeError: it can not be read, or not be used, at the start.
+    """
+
+    def __init__(
+        self, path: str, *, what: str, stays: str, parse: Callable[[bytes], _T], most_bytes: int
+    ) -> None:
+        self._path = path
+        self._what = what
+        self._stays = stays
+        self._parse = parse
+        self._most_bytes = most_bytes
+        self._warned = False
+        try:
+            self._seen, self._value = self._read()
+        except ConfigError as exc:
+            raise ServeError(f"{what} {exc}") from exc
+
+    def value(self) -> _T:
+        """The value, after a look at whether the file has changed; warns once, never raises."""
+        try:
+            if not self._seen or stamp(self._path) != self._seen:
+                self._seen, self._value = self._read()
+            self._warned = False
+        except ConfigError as exc:
+            if not self._warned:
+                self._warned = True
+                _log.warning("%s %s: %s", self._what, exc, self._stays)
+        return self._value
+
+    def _read(self) -> tuple[tuple[int, ...], _T]:
+        seen = stamp(self._path)
+        data = contents(self._path, self._most_bytes)
+        try:
+            return seen, self._parse(data)
+        except ValueError as exc:
+            raise ConfigError(f"{self._path}: {exc}") from exc
+
+
+class Tokens:
+    """The tokens that open the listener: the configured one, the one in the file, or both.
+
+    A file that vanishes or empties later never opens the listener: the last token stays valid.
+
+    Raises:
+        ServeError: the token file can not be read or holds no token.
+    """
+
+    def __init__(self, token: Secret, token_file: str) -> None:
+        self._fixed = token.reveal().strip().encode() or None
+        self._file: WatchedFile[bytes] | None = None
+        if token_file:
+            self._file = WatchedFile(
+                token_file,
+                what="token file",
+                stays="the last token stays",
+                parse=_token_in,
+                most_bytes=MOST_TOKEN_BYTES,
+            )
+
+    @property
+    def required(self) -> bool:
+        """Whether readers must show a token at all."""
+        return self._fixed is not None or self._file is not None
+
+    def accept(self, authorization: str) -> bool:
+        """Whether the value of an Authorization header holds a valid bearer token."""
+        if not self.required:
+            return True
+        from_file = None if self._file is None else self._file.value()
+        scheme, _, shown = authorization.strip().partition(" ")
+        offered = shown.strip().encode("latin-1", "replace")
+        # Every comparison runs, whatever the earlier ones said.
+        matches = [
+            hmac.compare_digest(token, offered)
+            for token in (self._fixed, from_file)
+            if token is not None
+        ]
+        return scheme.lower() == "bearer" and any(matches)
+
+
+def _token_in(data: bytes) -> bytes:
+    token = data.strip()
+    if not token:
+        raise ValueError("is empty")
+    if len(token.split()) > 1:
+        raise ValueError("does not hold one token")
+    return token

@@ -1,0 +1,1 @@
+"""Settings: options, the environment, the files they name, and who this process is in its job."""

@@ -1,0 +1,1 @@
+"""Torch's memory snapshot: its format, loading, trace replay, stacks, tensor classes, layout."""

@@ -1,0 +1,1 @@
+"""The tensor report: which tensors live, who holds them, and the tracebacks that keep them."""

@@ -1,0 +1,1 @@
+"""The driver's checkpoint of a process, made by a helper process."""

@@ -1,0 +1,1 @@
+"""Finds what a yield can move, and who else uses the GPU meanwhile."""

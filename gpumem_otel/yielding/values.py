@@ -1,0 +1,361 @@
+"""What a yield and a restore are asked for, and what they report. Plain values, no behaviour.
+
+A job gives its GPU memory back in phases that a coordinator of many ranks can drive one by one:
+
+    prepare     stop at a safe point, look, ask every callback, reserve host memory: can be undone
+    release     copy to the host, then free on the device
+    checkpoint  the driver takes the rest, the context included
+    restore     the driver gives it back
+    reload      allocate on the device again, copy back
+    verify      compare checksums, where asked
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from gpumem_otel.base.text import by_size, human_bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+# A report of a yield or restore for people.
+
+
+def report_lines(report: YieldReport) -> list[str]:
+    """What moved, what is left and why, and how long each phase took; a line each."""
+    lines = [f"state {report.state.value}, level {report.level.value}"]
+    lines += _sums("moved", report.moved_bytes)
+    lines += _sums("discarded", report.discarded_bytes)
+    lines += _sums("left on the devices", report.residual_bytes)
+    lines += [_phase(one) for one in report.phases]
+    if report.host_bytes or report.disk_bytes:
+        disk = f", {human_bytes(report.disk_bytes)} on disk" if report.disk_bytes else ""
+        dry = report.state.value == "running" and not report.operation
+        verb = "needed" if dry else "held"
+        lines.append(f"{verb} in host memory: {human_bytes(report.host_bytes)}{disk}")
+    if report.expected_seconds is not None:
+        lines.append(f"the copy will take about {report.expected_seconds:.1f} s")
+    if report.checksums:
+        lines.append(f"checksums: {report.checksums}")
+    lines += [f"danger: {line}" for line in report.dangers]
+    lines += [f"note: {line}" for line in report.notes]
+    return lines
+
+
+def _sums(what: str, sizes: Mapping[str, int]) -> list[str]:
+    if not sizes:
+        return []
+    return [f"{what}: {human_bytes(sum(sizes.values()))} ({by_size(sizes)})"]
+
+
+def _phase(one: PhaseTime) -> str:
+    speed = ""
+    if one.bytes_per_second:
+        per_second = human_bytes(round(one.bytes_per_second))
+        speed = f", {human_bytes(one.size_bytes)} at {per_second}/s"
+    return f"{one.phase.value}: {one.seconds:.3f} s{speed}"
+
+
+DISCARDABLE = ("optimizer_state", "parameter", "buffer", "kv_cache")
+"""Tensor classes whose contents a request may throw away: all but the optimizer's state are
+overwritten by whoever asks for it."""
+
+DEVICES = range(1024)
+"""torch's numbers that a request may name."""
+
+_DAY = 86_400.0
+
+
+class Seconds(NamedTuple):
+    """Lengths of time that a field may have, both ends included.
+
+    Attributes:
+        left_out: what a request without it means, for messages.
+    """
+
+    low: float
+    high: float
+    left_out: str
+
+
+SECONDS: Mapping[str, Seconds] = MappingProxyType(
+    {
+        "lease_seconds": Seconds(0.1, 31 * _DAY, "no lease"),
+        "deadline_seconds": Seconds(0.1, _DAY, "no deadline"),
+        "wait_seconds": Seconds(0.0, _DAY, "60"),
+    }
+)
+"""Of requests, by whatever door they come: the job's own call, HTTP, the command line."""
+
+RESIDUAL_CAUSES = (
+    "context",
+    "communicator",
+    "graphs",
+    "foreign",
+    "kept",
+    "other_process",
+    "unknown",
+)
+"""Why bytes stay on the device after a yield."""
+
+
+class YieldState(str, Enum):
+    """Where a process stands; FAILED only where something is really lost."""
+
+    RUNNING = "running"
+    YIELDING = "yielding"
+    YIELDED = "yielded"
+    RESTORING = "restoring"
+    FAILED = "failed"
+
+
+class YieldLevel(str, Enum):
+    """How much goes."""
+
+    TENSORS = "tensors"
+    """Storages that Python can reach; the context stays."""
+    PROCESS = "process"
+    """Everything, by the driver alone; needs no safe point."""
+    AUTO = "auto"
+    """Tensors first, then the driver takes the rest, where each of them can."""
+
+
+class Phase(str, Enum):
+    """See the module."""
+
+    PREPARE = "prepare"
+    RELEASE = "release"
+    CHECKPOINT = "checkpoint"
+    RESTORE = "restore"
+    RELOAD = "reload"
+    VERIFY = "verify"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YieldRequest:
+    """What is asked for; lengths of time are those of `SECONDS`.
+
+    Attributes:
+        devices: which of `DEVICES` to give back; None for all of this process. The driver knows no
+            choice: with it level `process` is refused.
+        classes: tensor classes that go; None for all. Likewise.
+        keep: tensor classes that stay on the device.
+        discard: tensor classes of `DISCARDABLE` whose contents are thrown away: zeros after the
+            restore.
+        lease_seconds: restore by itself after so long; None for never.
+        deadline_seconds: rolled back where it takes longer, the wait for a safe point included.
+        wait_seconds: how long to wait for a safe point.
+        dry_run: only say what would happen.
+        verify: checksums, made on the device before and after.
+        assume_private: move also what may be shared with another process or library.
+        release_host: give the pinned host memory back after the restore instead of keeping it.
+        disk_dir: folder on fast local storage that takes what host memory can not; "" for none.
+    """
+
+    level: YieldLevel = YieldLevel.AUTO
+    devices: tuple[int, ...] | None = None
+    classes: tuple[str, ...] | None = None
+    keep: tuple[str, ...] = ()
+    discard: tuple[str, ...] = ()
+    lease_seconds: float | None = None
+    deadline_seconds: float | None = None
+    wait_seconds: float = 60.0
+    dry_run: bool = False
+    verify: bool = False
+    assume_private: bool = False
+    release_host: bool = False
+    disk_dir: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreRequest:
+    """What is asked for; lengths of time are those of `SECONDS`.
+
+    Attributes:
+        classes: tensor classes to bring back now; the process stays YIELDED until all are back.
+            None for all.
+        wait_seconds: how long to wait for device memory; then it stays YIELDED and says what is
+            missing.
+    """
+
+    classes: tuple[str, ...] | None = None
+    wait_seconds: float = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One storage that can go.
+
+    Attributes:
+        storage: the `torch.UntypedStorage`.
+        size_bytes: of the storage.
+        block_bytes: of the allocator's block.
+        stream: raw handle of the stream that the block belongs to; 0 is the default stream.
+        frames: who allocated it first, as torch recorded it, leaf first; () where nobody knows.
+        root: named root of memory without frames, "" where none is known.
+    """
+
+    storage: Any
+    device: int
+    address: int
+    size_bytes: int
+    block_bytes: int
+    stream: int
+    tensor_class: str
+    frames: Sequence[Any] = field(default=(), repr=False, compare=False)
+    root: str = field(default="", repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Unmovable:
+    """Bytes of a device that tensor offload leaves, and why.
+
+    Attributes:
+        cause: of `RESIDUAL_CAUSES`.
+        why: one clause for people.
+    """
+
+    device: int
+    cause: str
+    size_bytes: int
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScanResult:
+    """What was found on the devices of this process at a safe point.
+
+    Attributes:
+        refusal: why no storage of a device may be moved (a captured graph lives there), by device.
+    """
+
+    movables: tuple[Candidate, ...]
+    stays: tuple[Unmovable, ...] = ()
+    refusal: Mapping[int, str] = field(default_factory=lambda: MappingProxyType({}))
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """How long a phase took and what it moved.
+
+    Attributes:
+        moving_seconds: for how long that was on its way, where it began in the phase before; None:
+            in this phase alone.
+    """
+
+    phase: Phase
+    seconds: float
+    size_bytes: int = 0
+    moving_seconds: float | None = None
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What was moved by the time that it took; 0.0 where nothing was, or in no time."""
+        seconds = self.seconds if self.moving_seconds is None else self.moving_seconds
+        return self.size_bytes / seconds if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YieldReport:
+    """What a yield or a restore did; of a dry run what it would do.
+
+    Attributes:
+        operation: id of the operation, "" for a dry run.
+        state: the state that remains.
+        level: what was used: `auto` resolved.
+        phases: in order.
+        moved_bytes: by tensor class, to the host or back from it.
+        discarded_bytes: by tensor class.
+        residual_bytes: left on the devices by cause, other processes included.
+        host_bytes: host memory held for yields of this process, pinned and pageable; also what is
+            kept pinned for the next one.
+        disk_bytes: likewise on disk.
+        expected_seconds: of a dry run, from the measured speed of the link.
+        checksums: "equal" where asked for and compared, else "".
+        dangers: what may kill a parked job, one line each.
+        notes: anything else that a person should know, one line each.
+    """
+
+    operation: str = ""
+    state: YieldState = YieldState.RUNNING
+    level: YieldLevel = YieldLevel.AUTO
+    phases: tuple[PhaseTime, ...] = ()
+    moved_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    discarded_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    residual_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    expected_seconds: float | None = None
+    checksums: str = ""
+    dangers: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(report_lines(self))
+
+
+class OperationState(str, Enum):
+    """How far an operation is."""
+
+    RUNNING = "running"
+    DONE = "done"
+    REFUSED = "refused"
+    """Nothing was moved."""
+    FAILED = "failed"
+    """Rolled back, or lost: `YieldStatus.state` says which."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One yield or restore.
+
+    Attributes:
+        kind: `yield` or `restore`.
+        who: who asked for it, for the audit log.
+        phase: the phase it is in, None where it waits or has ended.
+        done_bytes: of `total_bytes` of the phase.
+        error: one line, "" where there is none.
+        already: of the answer to a command: the state that it asks for was there, so that nothing
+            was begun and nothing moved; all else is of the operation that led to it.
+    """
+
+    id: str
+    kind: str
+    state: OperationState
+    who: str = ""
+    phase: Phase | None = None
+    done_bytes: int = 0
+    total_bytes: int = 0
+    error: str = ""
+    report: YieldReport | None = None
+    already: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class YieldStatus:
+    """What can be asked at any moment, without torch or CUDA.
+
+    Attributes:
+        version: rises with every change, for whoever watches.
+        since_ns: when the state began, nanoseconds since 1970.
+        lease_expiry_ns: likewise when the lease ends; 0 where there is none.
+        moved_bytes: away from the devices now, in host memory or on disk.
+        residual_bytes: left on the devices by the last yield, by cause.
+        phase_seconds: spent so far by phase, over the life of the process.
+        operation: the running one, else the last one.
+        reason: why the state is FAILED, or why a lease could not be ended; else "".
+    """
+
+    version: int = 0
+    state: YieldState = YieldState.RUNNING
+    since_ns: int = 0
+    lease_expiry_ns: int = 0
+    moved_bytes: int = 0
+    residual_bytes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
+    phase_seconds: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    operation: Operation | None = None
+    reason: str = ""
