@@ -57,7 +57,7 @@ check-deploy: $(VENV)/test.stamp servers ## dashboards, alerts, deploy/, helm/ i
 	$(DEPLOYED) $(TESTS)
 	$(if $(TESTS),,$(VENV)/bin/python tools/said.py $(CACHE)/said.jsonl --check)
 
-checked: $(VENV)/test.stamp servers ## the same, and docs/checked.md is written from what the tools said
+checked: $(VENV)/test.stamp servers ## the same, and docs/internals/checked.md is written from what the tools said
 	@rm -f $(CACHE)/said.jsonl
 	$(DEPLOYED)
 	$(VENV)/bin/python tools/said.py $(CACHE)/said.jsonl

@@ -1,4 +1,4 @@
-"""Write the dashboards as JSON, and their tables in docs/dashboards.md.
+"""Write the dashboards as JSON, and their tables in docs/internals/panels.md.
 
     python grafana/generate.py            write
     python grafana/generate.py --check    exit 1 with one line per file that is not current
@@ -16,7 +16,7 @@ from pathlib import Path
 from boards import exporter, fleet, job, page
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "dashboards.md"
+PAGE = ROOT / "docs" / "internals" / "panels.md"
 
 
 def wanted() -> dict[Path, str]:

@@ -1,4 +1,4 @@
-"""Write the table of docs/checked.md from what the tools said in a run of the tests, or check it.
+"""Write the table of docs/internals/checked.md from what the tools said in a run of the tests, or check it.
 
     python tools/said.py FILE            write; FILE is what the tests noted
     python tools/said.py FILE --check    exit 1 where the page says something else
@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "checked.md"
+PAGE = ROOT / "docs" / "internals" / "checked.md"
 BLOCK = re.compile(r"(?<=<!-- generated: said -->\n).*?(?=<!-- end -->)", re.DOTALL)
 
 TOOLS = {
@@ -47,7 +47,7 @@ def version(tool: str) -> str:
 def table(lines: list[str]) -> str:
     """The rows in the order of the tools, and within one as they came."""
     rows = [json.loads(line) for line in lines]
-    told = ["", "| tool | asked | it said |", "| --- | --- | --- |"]
+    told = ["", "| tool | question | answer |", "| --- | --- | --- |"]
     for tool in TOOLS:
         mine = {(row["asked"], row["answer"]) for row in rows if row["tool"] == tool}
         told += [
@@ -69,7 +69,7 @@ def main() -> int:
         new, old = set(after.splitlines()), set(before.splitlines())
         for line in sorted(new ^ old):
             sys.stderr.write(f"{'now' if line in new else 'page'}: {line}\n")
-        sys.stderr.write("docs/checked.md says something else: run `make checked`\n")
+        sys.stderr.write("docs/internals/checked.md says something else: run `make checked`\n")
         return 1
     if not options.check:
         PAGE.write_text(after, encoding="utf-8")

@@ -126,7 +126,7 @@ def watch(*objects: object, **named: object) -> None:
     A watched model's inputs are told apart too, by hooks on it alone (`torch.jit.script` and
     `make_graphed_callables` refuse models with hooks: watch it after them); a server, which steps
     no optimizer, has its parameters read after forwards without gradients. The keyword is a tensor
-    class of docs/tensor-classes.md. Held weakly, so that nothing is kept alive; of a list, a tuple
+    class of docs/profiles.md. Held weakly, so that nothing is kept alive; of a list, a tuple
     or a dict what is in it now.
     """
     todo = [*(("", item) for item in objects), *named.items()]

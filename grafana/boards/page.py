@@ -1,4 +1,4 @@
-"""The tables of panels in docs/dashboards.md, out of the dashboards' JSON."""
+"""The tables of panels in docs/internals/panels.md, out of the dashboards' JSON."""
 
 from __future__ import annotations
 
@@ -39,6 +39,6 @@ def with_tables(text: str, boards: Sequence[dict[str, Any]]) -> str:
         body = f"{start}\n\n{table(board)}\n\n<!-- end -->"
         place = re.search(rf"{re.escape(start)}.*?<!-- end -->", text, re.DOTALL)
         if place is None:
-            raise ValueError(f"docs/dashboards.md has no place for the dashboard {board['uid']}")
+            raise ValueError(f"docs/internals/panels.md has no place for the dashboard {board['uid']}")
         text = text[: place.start()] + body + text[place.end() :]
     return text

@@ -1,4 +1,4 @@
-"""What docs/snapshots.md shows is what the commands print."""
+"""What docs/snapshots.md and docs/out-of-memory.md show is what the commands print."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from support.recordings import DATA
 
 from gpumem_otel.cli.main import main
 
-PAGE = Path(__file__).parents[2] / "docs" / "snapshots.md"
-BLOCKS = re.findall(
-    r"^    \$ gpumem-otel ((?:stats|top|segments|trace|compare)\b.*)\n((?:    .*\n)+)",
-    PAGE.read_text(),
-    flags=re.MULTILINE,
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = [DOCS / name for name in ("snapshots.md", "out-of-memory.md")]
+SHOWN = re.compile(
+    r"^    \$ gpumem-otel ((?:stats|top|segments|trace|compare)\b.*)\n((?:    .*\n)+)", re.MULTILINE
 )
+BLOCKS = [block for page in PAGES for block in SHOWN.findall(page.read_text())]
 
 
 def test_each_verb_is_shown():

@@ -1,4 +1,4 @@
-"""What a real tool said in a test, for the table of docs/checked.md.
+"""What a real tool said in a test, for the table of docs/internals/checked.md.
 
 `make check-deploy` names a file in GPUMEM_SAID; tools/said.py makes the table of it.
 """

@@ -81,7 +81,7 @@ def test_the_table_has_the_pinned_versions_and_each_row_once():
     row = {"tool": "Helm", "asked": "`lint`", "answer": "fine"}
     other = {"tool": "promtool", "asked": "check", "answer": "nothing"}
     lines = said.table([json.dumps(one) for one in (row, other, row)]).splitlines()
-    assert lines[1:3] == ["| tool | asked | it said |", "| --- | --- | --- |"]
+    assert lines[1:3] == ["| tool | question | answer |", "| --- | --- | --- |"]
     first, second = lines[3:5]
     assert lines[5:] == [""]
     assert first.startswith("| promtool 3.")
@@ -91,7 +91,7 @@ def test_the_table_has_the_pinned_versions_and_each_row_once():
 def test_every_tool_that_the_tests_name_is_pinned():
     said = tool("said.py")
     assert all(said.version(name)[0].isdigit() for name in said.TOOLS)
-    page = (ROOT / "docs" / "checked.md").read_text()
+    page = (ROOT / "docs" / "internals" / "checked.md").read_text()
     rows = [line for line in page.partition("<!-- end -->")[0].splitlines() if line[:2] == "| "]
     told = {line.split(" | ")[0][2:].rsplit(" ", 1)[0] for line in rows[2:]}
     assert told == set(said.TOOLS)

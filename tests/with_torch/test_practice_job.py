@@ -28,7 +28,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "control.md"
+PAGE = ROOT / "docs" / "yield.md"
 JOB = ROOT / "docs" / "practice_job.py"
 SAMPLE = re.compile(r"^    \$ gpumem-otel (ctl [^\n]+)\n((?:    [^$\n][^\n]*\n)+)", re.MULTILINE)
 ANSWER = r'^    (\{"(?:id|process)".*?\})$(?=\n\n)'

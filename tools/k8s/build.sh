@@ -7,7 +7,7 @@
 # FOLDER is ${GPUMEM_CACHE:-$HOME/.cache/gpumem-otel}/k8s/bin by default. What is there and current
 # is kept, so a second run takes a second; a run that was cut off goes on where it was. Needs Go, as
 # go.mod says, and the Go module proxy. All are of one module, so that they share Kubernetes'
-# libraries. docs/checked.md has what it costs from nothing.
+# libraries. docs/internals/checked.md has what it costs from nothing.
 set -euo pipefail
 cd "$(dirname "$0")"
 

@@ -6,7 +6,7 @@
 # FOLDER is ${GPUMEM_CACHE:-$HOME/.cache/gpumem-otel}/servers/bin by default. What is there and
 # current is kept, program by program, so a second run takes a second and a new pin costs only
 # what it pins; a run that was cut off goes on where it was.
-# Needs Go, as go.mod says, and the Go module proxy. docs/checked.md has what it costs from nothing.
+# Needs Go, as go.mod says, and the Go module proxy. docs/internals/checked.md has what it costs from nothing.
 set -euo pipefail
 cd "$(dirname "$0")"
 
