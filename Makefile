@@ -57,7 +57,7 @@ check-deploy: $(VENV)/test.stamp servers ## dashboards, alerts, deploy/, helm/ i
 	$(DEPLOYED) $(TESTS)
 	$(if $(TESTS),,$(VENV)/bin/python tools/said.py $(CACHE)/said.jsonl --check)
 
-checked: $(VENV)/test.stamp servers ## the same, and docs/internals/checked.md is written from what the tools said
+checked: $(VENV)/test.stamp servers ## the same, and docs/internals/checked.md is written from what the tools reported
 	@rm -f $(CACHE)/said.jsonl
 	$(DEPLOYED)
 	$(VENV)/bin/python tools/said.py $(CACHE)/said.jsonl
@@ -103,9 +103,10 @@ test-gpu: ## the tests that need a CUDA device, with this Python's torch
 fuzz: $(VENV)/test.stamp ## a hundred thousand damaged and made-up files through every verb
 	GPUMEM_FUZZ=17000 $(VENV)/bin/python -m pytest --timeout 0 tests/unit/snapshot/test_fuzz_verbs.py
 
-lint: $(VENV)/test.stamp ## ruff: rules and format
+lint: $(VENV)/test.stamp ## ruff: rules and format; words that are not plain English
 	$(VENV)/bin/ruff check $(SOURCES)
 	$(VENV)/bin/ruff format --check $(SOURCES)
+	$(VENV)/bin/python tools/words.py
 
 types: $(VENV)/test.stamp ## mypy --strict
 	$(VENV)/bin/mypy

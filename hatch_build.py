@@ -1,10 +1,12 @@
-"""Builds the page (web/) into the package, with npm, whenever the package is built or installed.
+"""Builds the page (web/) with npm, and puts the docs into the wheel.
 
-Without npm, or where it fails, the package is built all the same, without the page: the verbs that
-write one say so. An older page that is still there is removed then, in a checkout too: it would
-not fit the code, and be taken for the current one. With GPUMEM_OTEL_REQUIRE_PAGE=1, for CI and
-releases, a failure is an error. Nothing is done where the page is there and its sources are as
-they were, so an sdist, which carries the page, needs no npm.
+The page is built whenever the package is built or installed. Without npm, or if it fails, the
+package is built without the page, and the verbs that write one say so. An older page is removed
+then, in a checkout too, since it would not fit the code. With GPUMEM_OTEL_REQUIRE_PAGE=1, for CI
+and releases, a failure is an error. If the page is current, nothing is done, so an sdist, which has
+the page, needs no npm.
+
+A wheel has the pages for users in gpumem_otel/docs/, where docstrings point to.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ class CustomBuildHook(BuildHookInterface[Any]):
     """Hatchling calls it before it builds a wheel, an sdist or an editable install."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build the page where that is needed and can be done."""
-        del version, build_data
+        """Build the page if needed and possible, and name the docs that go into a wheel."""
+        if self.target_name == "wheel" and version != "editable":
+            build_data.setdefault("force_include", {}).update(docs(Path(self.root)))
         problem = build(Path(self.root))
         if not problem:
             return
@@ -46,13 +49,23 @@ class CustomBuildHook(BuildHookInterface[Any]):
         )
 
 
+def docs(root: Path) -> dict[str, str]:
+    """The pages for users and the runbooks: file -> its place in a wheel."""
+    folder = root / "docs"
+    pages = [*folder.glob("*.md"), *folder.glob("runbooks/*.md")]
+    return {
+        str(page): f"gpumem_otel/docs/{page.relative_to(folder).as_posix()}"
+        for page in sorted(pages)
+    }
+
+
 def build(root: Path) -> str:
-    """Build the page; what is in the way of that, "" where nothing is.
+    """Build the page; the obstacle, or "" if there is none.
 
     Afterwards the page is current, or it is not there.
 
     Raises:
-        OSError: an older page is there and can not be removed.
+        OSError: an older page is there and cannot be removed.
     """
     root = root.resolve()
     web = root / "web"
@@ -84,27 +97,27 @@ def _build(web: Path, page: Path, sources: str) -> str:
     except subprocess.TimeoutExpired:
         return f"npm took longer than {_LIMIT_SECONDS} s"
     except subprocess.CalledProcessError as error:
-        said = (error.stderr or error.stdout or "").strip().splitlines()
-        return f"npm failed: {said[0] if said else error}"
+        output = (error.stderr or error.stdout or "").strip().splitlines()
+        return f"npm failed: {output[0] if output else error}"
     except OSError as error:
         return f"npm failed: {error}"
     return ""
 
 
 def sources_hash(web: Path) -> str:
-    """Of everything that the page is built from."""
-    found = hashlib.sha256()
+    """The hash of everything that the page is built from."""
+    digest = hashlib.sha256()
     names = ["build.mjs", "package.json", "package-lock.json"]
     parts = [web / name for name in names] + sorted((web / "src").rglob("*"))
     for path in parts:
         if path.is_file():
-            found.update(f"{path.relative_to(web).as_posix()}\0".encode())
-            found.update(path.read_bytes())
-    return found.hexdigest()
+            digest.update(f"{path.relative_to(web).as_posix()}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _install(npm: str, web: Path) -> None:
-    """Install what package-lock.json names, unless that is what is there."""
+    """Install what package-lock.json names, unless it is installed already."""
     lock = hashlib.sha256((web / "package-lock.json").read_bytes()).hexdigest()
     stamp = web / "node_modules" / _STAMP
     if stamp.is_file() and stamp.read_text() == lock:

@@ -265,7 +265,7 @@ def classes() -> list[str]:
     for job, row in found["jobs"].items():
         sizes = [(row["classes"].get(name, 0), size) for name, size in row["counted"].items()]
         total = sum(size for _, size in sizes)
-        equal = all(told == size for told, size in sizes)
+        equal = all(reported == size for reported, size in sizes)
         forward = row["forward"]
         lines.append(
             f"| {job} | {'equal' if equal else 'not equal'}: {total:,} bytes "
@@ -375,7 +375,7 @@ def faults() -> list[str]:
 
 
 def main() -> int:
-    """0 where all is well."""
+    """0 if everything is current and true."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check

@@ -1,7 +1,7 @@
-"""Write the table of docs/internals/checked.md from what the tools said in a run of the tests, or check it.
+"""Write the table of docs/internals/checked.md from what tools reported in a test run, or check it.
 
-    python tools/said.py FILE            write; FILE is what the tests noted
-    python tools/said.py FILE --check    exit 1 where the page says something else
+    python tools/said.py FILE            write; FILE is what the tests recorded
+    python tools/said.py FILE --check    exit 1 if the page differs
 
 `make check-deploy` runs the second, `make checked` the first.
 """
@@ -31,7 +31,7 @@ TOOLS = {
 
 
 def version(tool: str) -> str:
-    """The pinned one, as its project writes it."""
+    """The pinned version, as its project writes it."""
     folder, module = TOOLS[tool]
     text = (ROOT / "tools" / folder / "go.mod").read_text(encoding="utf-8")
     found = re.search(rf"^\s+{re.escape(module)} v(\S+)", text, re.MULTILINE)
@@ -44,32 +44,32 @@ def version(tool: str) -> str:
     return pinned
 
 
-def table(lines: list[str]) -> str:
-    """The rows in the order of the tools, and within one as they came."""
-    rows = [json.loads(line) for line in lines]
-    told = ["", "| tool | question | answer |", "| --- | --- | --- |"]
+def table(answers: list[str]) -> str:
+    """The rows in the order of the tools, sorted for each tool."""
+    rows = [json.loads(answer) for answer in answers]
+    lines = ["", "| tool | question | answer |", "| --- | --- | --- |"]
     for tool in TOOLS:
         mine = {(row["asked"], row["answer"]) for row in rows if row["tool"] == tool}
-        told += [
+        lines += [
             f"| {tool} {version(tool)} | {asked} | {answer} |" for asked, answer in sorted(mine)
         ]
-    return "\n".join([*told, "", ""])
+    return "\n".join([*lines, "", ""])
 
 
 def main() -> int:
-    """0 where all is well."""
+    """0 if the page is current."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--check", action="store_true")
     options = parser.parse_args()
     before = PAGE.read_text(encoding="utf-8")
-    told = table(options.file.read_text(encoding="utf-8").splitlines())
-    after = BLOCK.sub(lambda _: told, before)
+    rows = table(options.file.read_text(encoding="utf-8").splitlines())
+    after = BLOCK.sub(lambda _: rows, before)
     if options.check and after != before:
         new, old = set(after.splitlines()), set(before.splitlines())
         for line in sorted(new ^ old):
             sys.stderr.write(f"{'now' if line in new else 'page'}: {line}\n")
-        sys.stderr.write("docs/internals/checked.md says something else: run `make checked`\n")
+        sys.stderr.write("docs/internals/checked.md is not current: run `make checked`\n")
         return 1
     if not options.check:
         PAGE.write_text(after, encoding="utf-8")

@@ -42,7 +42,7 @@ def board() -> Board:
     page.row("Does it work?", _works())
     page.row("What it costs the job (level full)", _costs())
     page.row("Profiles on their way (level full)", _pushes())
-    page.row("Are the books right? (level full)", _books())
+    page.row("Is the accounting right? (level full)", _accounting())
     return page
 
 
@@ -79,7 +79,7 @@ def _works() -> list[Panel]:
         ),
         number(
             "Without profiles",
-            "Of them, those that can not be profiled; the table below says why. Their metrics "
+            "Of them, those that cannot be profiled; the table below says why. Their metrics "
             "still come, as far as there are any.",
             Query(f"sum(1 - {q.of_jobs('gpumem_supported')})"),
             COUNT,
@@ -118,7 +118,7 @@ def _works() -> list[Panel]:
             steps=((1, "orange"),),
         ),
         ranking(
-            "Why profiles can not be had",
+            "Why profiles cannot be had",
             "Processes by the label `reason` of `gpumem_supported`; `none` is well. What each "
             "means and what to do says `gpumem-otel doctor` in the job's environment.",
             Query(f"count by (job, reason) ({q.of_jobs('gpumem_supported')})"),
@@ -130,7 +130,7 @@ def _works() -> list[Panel]:
             "Profiles that did not arrive, in the window before each bar. `connect`, `timeout`: "
             "network or server. `rate_limited`: raise the server's limit or lengthen "
             "GPUMEM_OTEL_INTERVAL. `rejected`: the job's log says what the server answered. The "
-            "reason is told at level full only.",
+            "reason is exported at level full only.",
             [
                 Query(
                     f"sum by (job, reason) (increase({dropped}[$__rate_interval])) > 0",
@@ -241,7 +241,7 @@ def _pushes() -> list[Panel]:
     ]
 
 
-def _books() -> list[Panel]:
+def _accounting() -> list[Panel]:
     def happened(metric: str) -> list[Query]:
         increase = f"increase({q.of_jobs(metric)}[$__rate_interval])"
         return [Query(f"sum by (job) ({increase}) > 0", JOB)]

@@ -243,7 +243,7 @@ def _skew_and_idle() -> list[Panel]:
         lines(
             "Held idle over time",
             "The same, of the ten jobs with most of it. Long plateaus are notebooks and servers "
-            "nobody calls; talk to their owners.",
+            "nothing calls; talk to their owners.",
             [Query(q.worst(q.recorded("job:gpumem_reserved_bytes:idle1h_sum")), JOB)],
             BYTES,
             width=8,
@@ -259,7 +259,7 @@ def _yields() -> list[Panel]:
         ranking(
             "Jobs by yield state",
             "Processes that do not run, now. Yielded: they gave their GPUs to somebody else and "
-            "stand still. Overdue: they should be back and find the device taken; ask who holds it "
+            "are stopped. Overdue: they should be back and the device has no room; ask its user "
             "to go. Failed: memory is lost, start the job again. Empty: all run, or none can "
             "yield.",
             Query(f"topk({MOST}, sum by (cluster, namespace, job, state) ({away}) > 0)"),
@@ -267,12 +267,12 @@ def _yields() -> list[Panel]:
             value="processes",
             width=8,
             links=FROM_TABLE,
-            told_by=("state",),
+            by=("state",),
         ),
         ranking(
             "Jobs by memory moved to the host",
             "GPU memory that lies in host memory, or on disk, until the restore. It fills nodes: "
-            "what is there for days belongs to a job that nobody wants back. Exported at level "
+            "what is there for days belongs to a job that is not wanted back. Exported at level "
             "full only.",
             _top("job:gpumem_yield_moved_bytes:sum"),
             BYTES,
@@ -318,7 +318,7 @@ def _blind() -> list[Panel]:
         ranking(
             "Devices that fell silent",
             "Scraped within six hours and not now: the process hangs, is gone, or its port is "
-            "closed. Only for what is scraped; over OTLP nobody notices.",
+            "closed. Only for what is scraped; over OTLP this is not noticed.",
             _top("job:gpumem_target_info:silent_count"),
             COUNT,
             value="devices",
@@ -327,7 +327,7 @@ def _blind() -> list[Panel]:
         ),
         ranking(
             "Processes without profiles",
-            "Where profiles can not be had, for instance with another allocator; the exporter's "
+            "Where profiles cannot be had, for instance with another allocator; the exporter's "
             "dashboard lists the reasons.",
             _top("job:gpumem_unsupported:count"),
             COUNT,

@@ -188,7 +188,7 @@ def _health() -> list[Panel]:
         ),
         number(
             "Ranks without profiles",
-            "Ranks that can not be profiled. The label `reason` of `gpumem_supported` says why, "
+            "Ranks that cannot be profiled. The label `reason` of `gpumem_supported` says why, "
             "the exporter's dashboard lists them.",
             Query(f"sum(1 - {q.of_job('gpumem_supported')})"),
             COUNT,
@@ -198,7 +198,7 @@ def _health() -> list[Panel]:
 
 
 def _by_class() -> str:
-    """Allocated now, divided as the classes were at the last read-out; whole where none are told.
+    """Allocated now, divided as the classes were at the last read-out; whole if there are none.
 
     The classes alone are as old as that read-out, and the stack would not add up with them.
     """
@@ -292,7 +292,7 @@ def _allocator() -> list[Panel]:
     return [
         lines(
             "Fragmentation: split remainders over reserved",
-            "Free pieces beside live ones, which can not be given back. Above 0.2 with retries: "
+            "Free pieces beside live ones, which cannot be given back. Above 0.2 with retries: "
             "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (PYTORCH_ALLOC_CONF in newer "
             "torch), or allocate what lives long before what comes and goes.",
             [

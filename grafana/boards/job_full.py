@@ -67,7 +67,7 @@ def panels() -> list[Panel]:
         ),
         lines(
             "Allocated without a recorded stack",
-            "What the flame graphs can not name, over allocated: mostly from before `install()`. "
+            "What the flame graphs cannot name, over allocated: mostly from before `install()`. "
             "Above 0.1: install earlier, before the model is made." + only,
             [Query(q.worst(f"{q.of_job('gpumem_stackless_bytes')} / {allocated}"), RANK)],
             RATIO,

@@ -1,4 +1,4 @@
-"""The panels of the job's dashboard about yield and restore; empty where the job can not yield."""
+"""The panels of the job's dashboard about yield and restore; empty where the job cannot yield."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def states() -> Panel:
     return timeline(
         "Yields: the state of each rank",
         "Whether a rank has its memory, of the ten furthest from running in the range. Yielded: "
-        "its memory is on the host, it stands still, and the curves above may stay where they "
+        "its memory is on the host, it is stopped, and the curves above may stay where they "
         "were; `gpumem-otel ctl restore` brings it back. Overdue: it should be back and the device "
         "is taken, see `nvidia-smi`. Failed: memory is lost, start the job from its last "
         "checkpoint.",

@@ -39,6 +39,8 @@ def with_tables(text: str, boards: Sequence[dict[str, Any]]) -> str:
         body = f"{start}\n\n{table(board)}\n\n<!-- end -->"
         place = re.search(rf"{re.escape(start)}.*?<!-- end -->", text, re.DOTALL)
         if place is None:
-            raise ValueError(f"docs/internals/panels.md has no place for the dashboard {board['uid']}")
+            raise ValueError(
+                f"docs/internals/panels.md has no place for the dashboard {board['uid']}"
+            )
         text = text[: place.start()] + body + text[place.end() :]
     return text

@@ -328,14 +328,14 @@ def ranking(
     height: int = 9,
     steps: Steps = (),
     links: Sequence[tuple[str, str]] = (),
-    told_by: Sequence[str] = (),
+    by: Sequence[str] = (),
 ) -> table.Panel:
     """A table of what is highest now, with a bar behind each value.
 
     The query is aggregated, so that its labels are the columns, those of the job and then
-    `told_by`; `value` heads the last of them.
+    `by`; `value` heads the last of them.
     """
-    order = ("job", "namespace", "cluster", *told_by)
+    order = ("job", "namespace", "cluster", *by)
     organize = {
         "excludeByName": {"Time": True},
         "renameByName": {"Value": value},
@@ -377,7 +377,7 @@ def flame_graph(
     """A flame graph from Pyroscope: the sum of all profiles in its range.
 
     With a `window` it has a range of its own, as long as that, which ends one such length ago:
-    what was read last may not have been sent yet. Grafana heeds the length only while the
+    what was read last may not have been sent yet. Grafana uses the length only while the
     dashboard's range is relative.
     """
     panel = (

@@ -118,7 +118,7 @@ def explore_link() -> str:
 def moment_link(window_ms: int = 120_000) -> str:
     """The job's dashboard around the moment clicked at, its flame graphs those of this device.
 
-    A data link can not calculate: `time` and `time.window` are Grafana's way to say "around". The
+    A data link cannot calculate: `time` and `time.window` are Grafana's way to say "around". The
     range is absolute then, and no panel has one of its own.
     """
     kept = ("ds_prometheus", "ds_pyroscope", "cluster", "namespace", "job", "service")

@@ -5,6 +5,7 @@ pip's dry runs need the package index. Without one they are skipped; in CI (`CI`
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -96,6 +97,22 @@ def test_the_wheel_holds_what_runs_and_no_tests(wheel):
     assert {name for name in names if name.endswith(".py")} == shipped
     assert not [name for name in names if "test" in name or "__pycache__" in name]
     assert [name for name in names if name.endswith("licenses/LICENSE")]
+
+
+def docstrings() -> list[str]:
+    trees = [ast.parse(path.read_text()) for path in (ROOT / "gpumem_otel").rglob("*.py")]
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, documented)]
+    return [ast.get_docstring(node) or "" for node in nodes]
+
+
+def test_the_pages_that_docstrings_name_are_in_the_wheel(wheel):
+    with zipfile.ZipFile(wheel) as opened:
+        names = set(opened.namelist())
+    pages = {page for text in docstrings() for page in re.findall(r"docs/[\w/-]+\.md", text)}
+    assert "docs/configuration.md" in pages
+    assert {f"gpumem_otel/{page}" for page in pages} <= names
+    assert not [name for name in names if name.startswith("gpumem_otel/docs/internals")]
 
 
 def test_an_older_environment_stays_as_it_is(wheel, old_environment):

@@ -1,4 +1,4 @@
-"""The hook that builds the page: what it does without npm, and where npm fails."""
+"""The hook that builds the page and packs the docs: without npm, where npm fails, in a wheel."""
 
 from __future__ import annotations
 
@@ -136,3 +136,22 @@ def test_a_release_may_not_lack_its_page(hook, tree, tools, monkeypatch, require
     assert not stale.exists()
     assert line.startswith("gpumem-otel is built without its page")
     assert "npm (Node.js 18 or newer) is not installed" in line
+
+
+def test_a_wheel_has_the_pages_for_users(hook, tree, tools):
+    for name in ("docs/yield.md", "docs/runbooks/leak.md", "docs/internals/hazards.md"):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text("text")
+    app = type("App", (), {"display_warning": staticmethod(lambda line: None)})
+    included = {}
+    for target, version in (("wheel", "standard"), ("wheel", "editable"), ("sdist", "standard")):
+        made = hook.CustomBuildHook(str(tree), {}, None, None, "", target, app)
+        build_data = included.setdefault((target, version), {})
+        made.initialize(version, build_data)
+    pages = included.pop(("wheel", "standard"))["force_include"]
+    assert set(pages.values()) == {
+        "gpumem_otel/docs/yield.md",
+        "gpumem_otel/docs/runbooks/leak.md",
+    }
+    assert all(Path(page).read_text() == "text" for page in pages)
+    assert list(included.values()) == [{}, {}]
