@@ -117,7 +117,8 @@ docs: $(VENV)/test.stamp ## write the generated tables in docs/
 docs-check: $(VENV)/test.stamp ## generated tables are current, links and commands are true
 	$(VENV)/bin/python tools/docs.py --check
 
-pictures: $(VENV)/test.stamp ## draw docs/img/demo.png and dashboard-*.png anew, of the replayed jobs (needs chromium)
+pictures: $(VENV)/test.stamp ## draw the pictures in docs/img, of recordings and replayed jobs (needs chromium)
+	$(VENV)/bin/python tools/pictures/pages.py
 	tools/servers/build.sh $(SERVERS_BIN)
 	GPUMEM_SERVERS_BIN=$(SERVERS_BIN) $(VENV)/bin/python tools/pictures/make.py
 

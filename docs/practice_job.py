@@ -2,7 +2,7 @@
 
     python practice_job.py            until Ctrl-C; takes torch 2.3 or newer, of any build
 
-It trains a small model for ever. Listener, engine and commands are the real ones, and its tensors
+It trains a small model endlessly. Listener, engine and commands are the real ones, and its tensors
 are really emptied and filled again. Only what finds them is its own: a job on a GPU has none of
 this, it calls `gpumem_otel.install(control=True)`.
 """

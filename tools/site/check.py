@@ -1,7 +1,7 @@
 """Check a built site: `python tools/site/check.py build/site`; one line per fault, exit 1.
 
-Every link, picture, script and style of every page leads to a file of the site, and to an anchor
-that is there; nothing is loaded from another host. Links for people to other hosts are not asked.
+Every link, picture, script and style of every page must lead to a file of the site and to an
+existing anchor; nothing may be loaded from another host. Links to other hosts are not checked.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 LOADED = {"img": "src", "script": "src", "iframe": "src", "source": "src", "link": "href"}
-"""What a browser fetches by itself."""
+"""Elements that a browser loads by itself."""
 
 
 class Page(HTMLParser):
-    """What one page leads to, and the anchors in it."""
+    """The links and anchors of one page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Page(HTMLParser):
 
 
 def faults(site: Path) -> list[str]:
-    """What is wrong with the pages of a site."""
+    """The faults of the pages of a site."""
     pages = {path: Page(path) for path in sorted(site.rglob("*.html"))}
     found = [] if pages else [f"{site}: no page in it"]
     for path, page in pages.items():
@@ -46,7 +46,7 @@ def faults(site: Path) -> list[str]:
         for target in page.links + page.loaded:
             parts = urlsplit(target)
             if parts.scheme or parts.netloc or path.name == "404.html":
-                continue  # for people; and the page for what is not there has no place of its own
+                continue  # another host; and 404.html is shown at any address
             to = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
             to = to / "index.html" if to.is_dir() else to
             if not to.is_file() or site.resolve() not in to.resolve().parents:
@@ -60,10 +60,10 @@ def faults(site: Path) -> list[str]:
 
 def main() -> int:
     """See the module."""
-    found = faults(Path(sys.argv[1]))
-    for fault in found:
-        sys.stderr.write(f"{fault}\n")
-    return int(bool(found))
+    problems = faults(Path(sys.argv[1]))
+    for problem in problems:
+        sys.stderr.write(f"{problem}\n")
+    return int(bool(problems))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Hooks of mkdocs: files of the repository that pages link to come with the site.
+"""Hooks of mkdocs: files outside docs/ that pages link to become part of the site.
 
-A page of docs/ may link to any file of the checkout (`../deploy/...`), since that is right where
-the checkout is browsed. In the site such a file lies below `files/`, Markdown as a page, and the
-link leads there.
+A page of docs/ may link to any file of the checkout (`../deploy/...`), which works while browsing
+the checkout. In the site such a file is below `files/`, Markdown as a page, and the link leads
+there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _outside(page: str, target: str) -> str | None:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Take in what pages link to."""
+    """Add the files that pages link to."""
     wanted = {
         path
         for file in files.documentation_pages()
@@ -43,16 +43,16 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: object) -> str:
-    """Let those links lead there."""
+    """Change the links to these files."""
     here = page.file.src_uri
     if here.startswith("files/"):
-        # links of a page from elsewhere that the site does not have stay words
+        # other links of such a page are not in the site: keep their text
         return re.sub(r"\[([^\]]+)\]\((?![a-z]+://|#)[^)]+\)", r"\1", markdown)
 
-    def changed(found: re.Match[str]) -> str:
+    def replaced(found: re.Match[str]) -> str:
         path = _outside(here, found["target"])
         if path is None:
             return found["target"]
         return posixpath.relpath(f"files/{path}", posixpath.dirname(here))
 
-    return LINK.sub(changed, markdown)
+    return LINK.sub(replaced, markdown)
