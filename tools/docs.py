@@ -369,7 +369,7 @@ def faults() -> list[str]:
         found += [
             f"{where}: there is no file {name}"
             for name in re.findall(r"`((?:[a-z_0-9]+/)+[a-z_0-9]+\.(?:py|md))`", text)
-            if not any((folder / name).exists() for folder in (ROOT, ROOT / "gpumem_otel"))
+            if not any((folder / name).exists() for folder in (ROOT, PACKAGE))
         ]
     return found
 

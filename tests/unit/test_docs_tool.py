@@ -1,8 +1,9 @@
-"""What tools/docs.py makes of the field docs."""
+"""What tools/docs.py makes of the field docs and finds in pages."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -43,3 +44,34 @@ def test_every_setting_has_a_meaning_and_names_its_variables(docs, option):
     assert variables == option.environ
     assert text[0].isupper() or text[0] == "`"
     assert not any(f"`{name}`" in text for name in option.environ)
+
+
+def test_the_table_of_folders_has_each_folder(docs):
+    rows = [line.split("`")[1].rstrip("/") for line in docs.folders()[2:]]
+    package = ROOT / "gpumem_otel"
+    assert set(rows) == {path.parent.name for path in package.glob("*/__init__.py")}
+
+
+def test_a_name_that_does_not_exist_is_a_fault(docs, tmp_path, monkeypatch):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "`base/gone.py` `base/text.py` `gpumem-otel gone` `gpumem-otel top` "
+        "`test_that_is_gone` [x](gone.md) [y](page.md)"
+    )
+    monkeypatch.setattr(docs, "PAGES", [page])
+    monkeypatch.setattr(docs, "ROOT", tmp_path)
+    monkeypatch.setattr(docs, "PACKAGE", ROOT / "gpumem_otel")
+    (tmp_path / "tests").mkdir()
+    assert docs.faults() == [
+        "page.md: link to gone.md leads nowhere",
+        "page.md: there is no verb gone",
+        "page.md: there is no test test_that_is_gone",
+        "page.md: there is no file base/gone.py",
+    ]
+
+
+def test_no_hazard_has_the_number_of_another():
+    text = (ROOT / "docs" / "internals" / "hazards.md").read_text()
+    numbers = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
+    assert len(numbers) > 70
+    assert len(set(numbers)) == len(numbers)
