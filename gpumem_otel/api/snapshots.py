@@ -18,7 +18,7 @@ from gpumem_otel.errors import ConfigError, MissingPackageError, NoHistoryError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import BinaryIO, TypeAlias
+    from typing import BinaryIO
 
     import pandas as pd
 
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from gpumem_otel.snapshot.labels import Label
     from gpumem_otel.snapshot.snapshot import TorchSnapshot
 
-    By: TypeAlias = Literal["stack", "function", "file", "line"]
+SnapshotKind = Literal["live", "allocated", "peak", "pinned"]
+"""What `Snapshot.profile` counts: live allocations, those of the recorded events, those alive at
+the peak, or pinned host memory (torch 2.14 and newer)."""
 
-Kind = Literal["live", "allocated", "peak", "pinned"]
-"""What is alive, what the recorded events allocated, what was alive when most was, or pinned host
-memory (torch 2.14 and newer)."""
-Table = Literal["blocks", "segments", "events"]
-"""What `Snapshot.to_pandas` makes a table of."""
+SnapshotTable = Literal["blocks", "segments", "events"]
+"""The rows of `Snapshot.to_pandas`."""
+
+TopBy = Literal["stack", "function", "file", "line"]
+"""What `Profile.top` groups by."""
 
 _PAGE_HEIGHT = 640
 
@@ -102,7 +104,7 @@ class Snapshot:
         return self._opened.snapshot.warnings
 
     def profile(
-        self, kind: Kind = "live", device: int | None = None, *, label: Label | None = None
+        self, kind: SnapshotKind = "live", device: int | None = None, *, label: Label | None = None
     ) -> Profile:
         """Bytes by stack.
 
@@ -121,8 +123,8 @@ class Snapshot:
         from gpumem_otel.base.profile import HeapProfile
         from gpumem_otel.snapshot.labels import LABELS
 
-        if kind not in get_args(Kind):
-            raise ConfigError(f"kind {kind!r}: not one of {', '.join(get_args(Kind))}")
+        if kind not in get_args(SnapshotKind):
+            raise ConfigError(f"kind {kind!r}: not one of {', '.join(get_args(SnapshotKind))}")
         if label is not None and label not in LABELS:
             raise ConfigError(f"label {label!r}: not one of {', '.join(LABELS)}")
         self._check(device)
@@ -133,7 +135,9 @@ class Snapshot:
             return Profile(HeapProfile(ProfileKind(kind), -1, ()))
         return Profile(*found)
 
-    def diff(self, before: Snapshot, kind: Kind = "live", device: int | None = None) -> Difference:
+    def diff(
+        self, before: Snapshot, kind: SnapshotKind = "live", device: int | None = None
+    ) -> Difference:
         """What is more or less here than in an earlier snapshot, by stack.
 
         Raises:
@@ -143,7 +147,7 @@ class Snapshot:
             raise ConfigError(f"diff: {type(before).__name__!r} is no Snapshot")
         return self.profile(kind, device).diff(before.profile(kind, device))
 
-    def to_pandas(self, table: Table = "blocks", device: int | None = None) -> pd.DataFrame:
+    def to_pandas(self, table: SnapshotTable = "blocks", device: int | None = None) -> pd.DataFrame:
         """One row per block, segment or event, as a `pandas.DataFrame`; sizes are bytes.
 
         Args:
@@ -242,7 +246,7 @@ class Profile:
         """Number of allocations over all stacks."""
         return self.heap.total_objects
 
-    def top(self, number: int = 10, by: By = "stack") -> list[TopRow]:
+    def top(self, number: int = 10, by: TopBy = "stack") -> list[TopRow]:
         """What holds most, the largest first.
 
         Raises:

@@ -1,0 +1,163 @@
+"""What users annotate with: the types of public calls come from `gpumem_otel` itself."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import gpumem_otel
+
+PACKAGE = Path(gpumem_otel.__file__).parent
+TYPES = [
+    name
+    for name in gpumem_otel.__all__
+    if isinstance(getattr(gpumem_otel, name), type)
+    and not issubclass(getattr(gpumem_otel, name), Exception)
+]
+CLASSES = {
+    node.name
+    for path in PACKAGE.rglob("*.py")
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.ClassDef)
+}
+OF_THE_PACKAGE = {"CounterReader", "TorchSnapshot"}
+"""Public types with methods that the package itself calls, whose values are its own."""
+
+
+def annotations(item):
+    """The annotations of a function, or of a class's fields and public methods."""
+    texts = []
+    if isinstance(item, type):
+        texts += [str(text) for text in vars(item).get("__annotations__", {}).values()]
+        for name, member in vars(item).items():
+            member = getattr(member, "fget", member)
+            if inspect.isfunction(member) and not name.startswith("_"):
+                texts += [str(text) for text in member.__annotations__.values()]
+    elif inspect.isfunction(item):
+        texts += [str(text) for text in item.__annotations__.values()]
+    return texts
+
+
+def test_every_class_that_a_public_signature_names_is_public():
+    missing = {
+        (name, word)
+        for name in set(gpumem_otel.__all__) - OF_THE_PACKAGE
+        for text in annotations(getattr(gpumem_otel, name))
+        for word in re.findall(r"\w+", text)
+        if word in CLASSES and word not in gpumem_otel.__all__
+    }
+    assert not missing
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_public_type_says_what_it_is(name):
+    item = getattr(gpumem_otel, name)
+    assert item.__doc__
+    assert not item.__doc__.startswith(f"{name}("), "made by dataclass, not written"
+
+
+def test_dir_shows_the_public_names_alone():
+    import gpumem_otel.cli.main
+
+    assert dir(gpumem_otel) == sorted(gpumem_otel.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'Snapshots'"):
+        gpumem_otel.Snapshots  # noqa: B018
+
+
+def test_types_are_imported_when_they_are_asked_for():
+    script = """
+import sys, gpumem_otel
+assert "gpumem_otel.tensors.holders" not in sys.modules
+from gpumem_otel import Holders
+assert Holders is sys.modules["gpumem_otel.tensors.holders"].Holders
+assert Holders is gpumem_otel.Holders
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+CONSUMER = """
+    from typing import assert_type
+
+    import gpumem_otel
+    from gpumem_otel import (
+        Difference, Frame, Holder, Holders, LineReport, Profile, Report, Sample, Snapshot, TopRow,
+        YieldReport,
+    )
+
+    def grown(now: Snapshot, before: Snapshot) -> Difference:
+        return now.diff(before, "peak")
+
+    def names(profile: Profile) -> list[str]:
+        samples: tuple[Sample, ...] = profile.samples
+        frames: list[Frame] = [sample.frames[0] for sample in samples]
+        rows: list[TopRow] = profile.top(3, by="line")
+        return [frame.name for frame in frames] + [row.name for row in rows]
+
+    def held(x: object) -> tuple[Holder, ...]:
+        found: Holders = gpumem_otel.holders(x)
+        return found.held_by
+
+    def all_tensors() -> Report:
+        return gpumem_otel.report(verbose=True)
+
+    def lines() -> LineReport:
+        return gpumem_otel.line_profiler().display()
+
+    def away(options: gpumem_otel.YieldOptions) -> YieldReport:
+        with gpumem_otel.yielded(lease_seconds=60.0) as report:
+            assert_type(report, gpumem_otel.YieldReport)
+        return gpumem_otel.yield_memory(**options)
+
+    def start(options: gpumem_otel.InstallOptions) -> None:
+        gpumem_otel.install(**options)
+        gpumem_otel.install(interval_seconds=30, serve=True, profiles=("live", "peak"))
+
+    assert_type(gpumem_otel.load_snapshot("x").profile("live"), gpumem_otel.Profile)
+"""
+
+WRONG = """
+    import gpumem_otel
+
+    gpumem_otel.install(interval_second=30)
+    gpumem_otel.install(serve="yes")
+    gpumem_otel.yield_memory(lease=3)
+    gpumem_otel.load_snapshot("x").profile("dead")
+    gpumem_otel.Snapshots
+"""
+
+
+def mypy(tmp_path, script):
+    path = tmp_path / "consumer.py"
+    path.write_text(textwrap.dedent(script))
+    cache = PACKAGE.parent / ".mypy_cache" / "consumer"
+    return subprocess.run(
+        [
+            sys.executable, "-m", "mypy", "--strict", "--python-version=3.11", "--config-file=",
+            f"--cache-dir={cache}", "--follow-imports=silent", "--no-error-summary", str(path),
+        ],
+        capture_output=True, text=True, cwd=PACKAGE.parent,
+    )  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+def test_a_users_script_with_these_types_passes_mypy_strict(tmp_path):
+    """Type checkers see every type, and know each keyword of the public calls."""
+    done = mypy(tmp_path, CONSUMER)
+    assert done.returncode == 0, done.stdout + done.stderr
+    wrong = mypy(tmp_path, WRONG)
+    codes = re.findall(r"consumer\.py:(\d+):.*\[([a-z-]+)\]", wrong.stdout)
+    assert codes == [
+        ("4", "call-arg"),
+        ("5", "arg-type"),
+        ("6", "call-arg"),
+        ("7", "arg-type"),
+        ("8", "attr-defined"),
+    ], wrong.stdout
