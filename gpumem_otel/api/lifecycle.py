@@ -13,7 +13,7 @@ from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import ConfigError
 from gpumem_otel.runtime.agent import Agent
 from gpumem_otel.settings.config import process_environ
-from gpumem_otel.settings.options import resolve
+from gpumem_otel.settings.options import keyword_help, keyword_signature, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -48,11 +48,10 @@ def install(**options: Unpack[InstallOptions]) -> None:
 
     It returns at once and starts nothing but a hook: recording, the background thread and the
     listener begin with the process's own first use of CUDA, and never where there is none. Called
-    again it changes nothing. Every keyword has an environment variable beside it, see
-    docs/configuration.md.
+    again it changes nothing. A keyword wins over its environment variable, that over the default.
 
     Raises:
-        ConfigError: a keyword that is unknown or can not be used. Nothing else is ever raised.
+        ConfigError: a keyword that is unknown or cannot be used. Nothing else is ever raised.
     """
     config = resolve(process_environ(), **options)
     with _STATE.lock:
@@ -62,6 +61,13 @@ def install(**options: Unpack[InstallOptions]) -> None:
             return
         if config.enabled:
             adopt(Agent(config))
+
+
+# for `help(install)` and editors: all keywords, from the one table of settings
+install.__signature__ = keyword_signature("None")  # type: ignore[attr-defined]
+install.__doc__ = (install.__doc__ or "").replace(
+    "    Raises:", f"    Args:\n{keyword_help()}\n    Raises:"
+)
 
 
 def adopt(agent: Agent) -> None:

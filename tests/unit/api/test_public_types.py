@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import pydoc
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import gpumem_otel
+from gpumem_otel.settings.options import OPTIONS, resolve
 
 PACKAGE = Path(gpumem_otel.__file__).parent
 TYPES = [
@@ -37,9 +39,9 @@ def annotations(item):
     if isinstance(item, type):
         texts += [str(text) for text in vars(item).get("__annotations__", {}).values()]
         for name, member in vars(item).items():
-            member = getattr(member, "fget", member)
-            if inspect.isfunction(member) and not name.startswith("_"):
-                texts += [str(text) for text in member.__annotations__.values()]
+            function = getattr(member, "fget", member)
+            if inspect.isfunction(function) and not name.startswith("_"):
+                texts += [str(text) for text in function.__annotations__.values()]
     elif inspect.isfunction(item):
         texts += [str(text) for text in item.__annotations__.values()]
     return texts
@@ -64,8 +66,7 @@ def test_every_public_type_says_what_it_is(name):
 
 
 def test_dir_shows_the_public_names_alone():
-    import gpumem_otel.cli.main
-
+    assert gpumem_otel.api is gpumem_otel.__dict__["api"], "submodules are there all the same"
     assert dir(gpumem_otel) == sorted(gpumem_otel.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Snapshots'"):
         gpumem_otel.Snapshots  # noqa: B018
@@ -161,3 +162,27 @@ def test_a_users_script_with_these_types_passes_mypy_strict(tmp_path):
         ("7", "arg-type"),
         ("8", "attr-defined"),
     ], wrong.stdout
+
+
+def test_help_shows_each_keyword_of_install_with_type_default_meaning_and_variable():
+    keywords = inspect.signature(gpumem_otel.install).parameters
+    assert list(keywords) == ["enabled", *(option.name for option in OPTIONS)]
+    assert keywords["interval_seconds"].default == 60.0
+    assert keywords["interval_seconds"].annotation == "float"
+    assert keywords["token"].annotation == "str"
+    text = pydoc.render_doc(gpumem_otel.install, renderer=pydoc.plaintext)
+    assert max(len(line) for line in text.splitlines()[4:]) < 125
+    words = " ".join(text.split())
+    for option in OPTIONS:
+        variables = ", else ".join(f"`{name}`" for name in option.environ)
+        meaning = " ".join(option.meaning.split())
+        assert f" {option.name}: {meaning} Variable: {variables}." in words
+
+
+def test_install_takes_what_its_signature_says():
+    defaults = {
+        name: keyword.default
+        for name, keyword in inspect.signature(gpumem_otel.install).parameters.items()
+        if name != "run_dir"  # depends on the environment
+    }
+    assert resolve({}, **defaults) == resolve({})
