@@ -99,7 +99,7 @@ class OomHandler:
         environ: the proxy variables.
         source: read at the moment of a failure.
         reader: makes the profiles.
-        answers: who this process is, its steps; encodes.
+        queries: who this process is, its steps; encodes.
         counters: `exporter_errors` of stage `oom`, `exporter_dropped` for reason `spool`.
         listener: its /metrics are left to a supervisor, where there is one.
         otel: exports at once.
@@ -116,7 +116,7 @@ class OomHandler:
         environ: Mapping[str, str],
         source: SnapshotSource,
         reader: LiveProfileReader,
-        answers: OomQueries,
+        queries: OomQueries,
         counters: Counters,
         listener: Listener | None = None,
         otel: OtelMetrics | None = None,
@@ -127,7 +127,7 @@ class OomHandler:
         self._config = config
         self._source = source
         self._reader = reader
-        self._answers = answers
+        self._queries = queries
         self._counters = counters
         self._listener = listener if config.serve.handover_dir else None
         self._otel = otel
@@ -139,7 +139,7 @@ class OomHandler:
             # its own: that of the regular pushes may be inside one that hangs
             self._transport = Transport(config.pyroscope, environ=environ)
             self._sink = PyroscopeSink(
-                self._transport, config.pyroscope, answers.identity, counters
+                self._transport, config.pyroscope, queries.identity, counters
             )
         self._spool = Spool(config.spool_dir, on_dropped=self._dropped)
         self._sending = ""
@@ -226,7 +226,7 @@ class OomHandler:
         if item is _Told.ENDING:
             return
         if self._otel is not None:
-            self._answers.forget()
+            self._queries.forget()
             self._run("push", self._otel.flush)
         if isinstance(item, Failure):
             account = self._account(item)
@@ -257,8 +257,8 @@ class OomHandler:
             return
         from gpumem_otel.metrics.prometheus import Exposition  # noqa: PLC0415 - by the listener
 
-        self._answers.forget()
-        observation = self._answers.observe()
+        self._queries.forget()
+        observation = self._queries.observe()
         exposition = Exposition(
             lambda: observation,
             self._config.metrics.level,
@@ -281,8 +281,8 @@ class OomHandler:
     def _account(self, failure: Failure) -> Account:
         account = Account(
             oom=failure.oom,
-            rank=self._answers.identity().rank,
-            steps=self._answers.step_stats().steps,
+            rank=self._queries.identity().rank,
+            steps=self._queries.step_stats().steps,
         )
         try:
             return self._with_profile(account, failure)
@@ -309,12 +309,12 @@ class OomHandler:
         """Send the profile; keep it in the spool where that is not for this rank, or fails."""
         if account.profile is None:
             return
-        oom, identity = account.oom, self._answers.identity()
+        oom, identity = account.oom, self._queries.identity()
         labels = series_labels(
             identity, device=oom.device, name=OOM_PROFILE_NAME, extra=(("oom_id", oom.oom_id),)
         )
         comments = (*_comments(account), *label_comments(labels))
-        data = self._answers.encode(_with_comments(account.profile, comments))
+        data = self._queries.encode(_with_comments(account.profile, comments))
         sink = self._sink if identity.rank < PUSHING_RANKS else None
         name = f"{oom.oom_id}-rank{identity.rank}-device{oom.device}"
         kept = ""
@@ -373,7 +373,7 @@ class OomHandler:
         }
         folder = Path(self._config.oom.snapshot_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        target = folder / f"{oom.oom_id}-rank{self._answers.identity().rank}.pickle"
+        target = folder / f"{oom.oom_id}-rank{self._queries.identity().rank}.pickle"
         data = torch_dump.dumped(raw, target.name)
         temporary = target.with_suffix(".part")
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -311,7 +311,7 @@ def work(pipe):
     with urllib.request.urlopen(f"http://{host}:{port}/metrics") as answer:
         text = answer.read().decode()
     (entry,) = rundir.targets(os.environ["GPUMEM_OTEL_RUN_DIR"])
-    pipe.send([before, os.getpid() == entry.pid == agent.answers.identity().pid, entry.port == port,
+    pipe.send([before, os.getpid() == entry.pid == agent.queries.identity().pid, entry.port == port,
                [line for line in text.splitlines()
                 if line.startswith(("gpumem_allocated_bytes{", "gpumem_steps_total{"))],
                allocator.mode])

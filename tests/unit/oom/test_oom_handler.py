@@ -68,7 +68,7 @@ def server():
 def fail(torch, agent, size=1 << 30):
     with pytest.raises(torch.OutOfMemoryError):
         torch.fail(size, free=1 << 20, limit=8 << 30)
-    assert agent._ooms.wait(30)
+    assert agent.ooms.wait(30)
 
 
 def told(capfd):
@@ -116,7 +116,7 @@ def test_the_counter_is_the_allocators_own_and_of_now(start, torch):
     agent = start()
     before = agent.observe().devices[0].ooms
     fail(torch, agent)
-    agent.answers.forget()
+    agent.queries.forget()
     assert agent.observe().devices[0].ooms == before + 1
 
 
@@ -180,8 +180,8 @@ def test_a_server_that_hangs_is_not_waited_for(start, torch, server, tmp_path, m
     with pytest.raises(torch.OutOfMemoryError):
         torch.fail(1 << 30)
     server.wait_for_pushes(1)
-    assert not agent._ooms.wait()
-    assert agent._ooms.gave_up
+    assert not agent.ooms.wait()
+    assert agent.ooms.gave_up
     (path,) = spooled(tmp_path)
     assert not path.name.startswith("sending-")
     assert decode(path.read_bytes()).total("inuse_space") == HELD
@@ -203,7 +203,7 @@ def test_while_it_is_sent_the_profile_is_on_disk_already(start, torch, server, t
     server.fault = ""
     server.down()
     server.up()
-    assert agent._ooms.wait(30)
+    assert agent.ooms.wait(30)
 
 
 def test_ranks_beyond_the_eighth_only_spool(start, torch, server, tmp_path):
@@ -254,10 +254,10 @@ def test_survived_failures_are_counted_and_told_of_once(start, torch, server, ca
     for _ in range(1000):
         with pytest.raises(torch.OutOfMemoryError):
             torch.fail(1 << 30)
-    assert agent._ooms.wait(30)
+    assert agent.ooms.wait(30)
     assert len(told(capfd)) == 1
     assert len(server.requests) == 1
-    agent.answers.forget()
+    agent.queries.forget()
     assert agent.observe().devices[0].ooms == before + 1000
 
 
@@ -310,7 +310,7 @@ def test_a_snapshot_out_of_budget_gives_the_last_profile_and_says_so(start, torc
 def test_switched_off_there_is_no_observer(start, torch):
     agent = start(oom=False)
     assert torch.observers == []
-    assert agent._ooms is None
+    assert agent.ooms is None
 
 
 def test_another_allocator_has_no_observer(start, torch):
@@ -325,9 +325,9 @@ def test_a_forked_child_says_nothing_and_its_error_is_its_own(start, torch, serv
     fail(torch, agent)
 
     def work():
-        ours = agent._ooms
+        ours = agent.ooms
         agent.after_fork_in_child()
-        assert agent._ooms is None
+        assert agent.ooms is None
         with pytest.raises(torch.OutOfMemoryError):
             torch.fail(1)
         assert ours.wait(0)
@@ -382,11 +382,11 @@ def test_a_push_that_fails_after_nobody_waits_any_more_is_not_called_lost(
     with pytest.raises(torch.OutOfMemoryError):
         torch.fail(1 << 30)
     server.wait_for_pushes(1)
-    assert not agent._ooms.wait()
+    assert not agent.ooms.wait()
     server.down()
-    assert agent._ooms._urgent.wait(30)
+    assert agent.ooms._urgent.wait(30)
     server.up()
-    spool = agent._ooms._spool
+    spool = agent.ooms._spool
     (name,) = spool.waiting()
     assert f"waits in {spool.folder}/{name}" in caplog.text
     assert "is lost" not in caplog.text
@@ -399,7 +399,7 @@ def test_snapshots_of_a_job_that_goes_on_failing_are_bounded(start, torch, tmp_p
     agent = start(oom_snapshot_dir=str(folder))
     seen = []
     for _ in range(4):
-        agent._ooms._watch._looked.clear()
+        agent.ooms._watch._looked.clear()
         fail(torch, agent)
         seen += [path for path in folder.iterdir() if path not in seen]
     assert set(folder.iterdir()) == set(seen[2:])
@@ -417,7 +417,7 @@ def test_a_snapshot_that_can_not_be_written_leaves_nothing_and_is_said_once(
 
     monkeypatch.setattr(handler.Path, "rename", full)
     for _ in range(3):
-        agent._ooms._watch._looked.clear()
+        agent.ooms._watch._looked.clear()
         fail(torch, agent)
     assert list(folder.iterdir()) == []
     assert agent.counters.get("exporter_errors", stage="oom") == 3
@@ -429,7 +429,7 @@ def test_one_that_the_server_refuses_does_not_hold_up_those_after_it(
 ):
     agent = start()
     for _ in range(2):
-        agent._ooms._watch._looked.clear()
+        agent.ooms._watch._looked.clear()
         fail(torch, agent)
     paths = spooled(tmp_path)
     capsys.readouterr()

@@ -104,7 +104,7 @@ def value(text, name):
 
 def forget(agent):
     """As if the second had passed in which the same values are given again."""
-    agent.answers.forget()
+    agent.queries.forget()
     agent.reader._last = (agent.reader._last[0] - 100.0, agent.reader._last[1])
 
 
@@ -164,7 +164,7 @@ def test_pushes_are_left_out_and_are_no_errors(agent, quiet, caplog):
 def test_the_hooks_on_the_jobs_threads_look_at_nothing(agent, quiet):
     agent.step()
     agent.tensors.stepped(None)
-    assert agent.answers.step_stats().steps == 1
+    assert agent.queries.step_stats().steps == 1
     assert agent.source.allocated() == {}
     with pytest.raises(BusyError):
         agent.source.stats()
@@ -232,7 +232,7 @@ def test_everything_is_of_now_once_it_is_open_again(agent, torch):
     assert agent.gate.close(10.0)
     agent.gate.open()
     torch.allocators[0].alloc(5000)
-    forget_all = agent.answers.forget
+    forget_all = agent.queries.forget
     forget_all()
     assert agent.observe().devices[0].allocated_bytes == torch.allocators[0].held()
 
