@@ -9,65 +9,31 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from gpumem_otel.runtime.queries import Queries
+from gpumem_otel.runtime.queries import Process, Queries
 from gpumem_otel.settings.config import ServeConfig
 from gpumem_otel.settings.identity import in_notebook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from gpumem_otel.base.counters import Counters
-    from gpumem_otel.base.gate import QuietGate
-    from gpumem_otel.base.profile import HeapProfile, Identity, ProfileKind
+    from gpumem_otel.base.profile import Identity
     from gpumem_otel.base.protocols import FrameNamer
-    from gpumem_otel.capture.gil_pacing import Pacer
     from gpumem_otel.capture.metadata import AllocationMarks
     from gpumem_otel.capture.steps import StepCounter
     from gpumem_otel.capture.tensor_table import TensorTable
-    from gpumem_otel.metrics.observation import Observation
     from gpumem_otel.metrics.otlp import OtelMetrics
     from gpumem_otel.oom.handler import OomHandler
     from gpumem_otel.push.interfaces import ProfileSink
     from gpumem_otel.push.pusher import Pusher
     from gpumem_otel.push.transport import Transport
-    from gpumem_otel.runtime.teardown import Teardown
     from gpumem_otel.serve.listener import Listener
-    from gpumem_otel.settings.config import Config
     from gpumem_otel.snapshot.reading import Reading, Source
     from gpumem_otel.yielding.control.listener import ControlListener
-    from gpumem_otel.yielding.engine.safepoint import SafePoints
-    from gpumem_otel.yielding.protocols import YieldControl
-    from gpumem_otel.yielding.values import YieldStatus
 
 LISTENER_STOP_SECONDS = 1.0
 """What a listener gets of the time that all components have together to stop."""
-
-
-class Process(Protocol):
-    """The agent, as its components use it; see `agent.Agent`."""
-
-    config: Config
-    environ: Mapping[str, str]
-    counters: Counters
-    gate: QuietGate
-    pacer: Pacer
-    teardown: Teardown
-    safe_points: SafePoints
-    on_profiles: tuple[Callable[[ProfileKind, tuple[HeapProfile, ...]], None], ...]
-
-    def observe(self) -> Observation | None:
-        """Values of all metrics."""
-        ...
-
-    def yield_status(self) -> YieldStatus | None:
-        """Where the process stands between yield and restore; None without an engine."""
-        ...
-
-    def engine_of_yields(self) -> YieldControl:
-        """The engine of yields, made when it is first asked for."""
-        ...
 
 
 def source_of_torch(process: Process) -> Any:
@@ -163,18 +129,7 @@ class Components:
             stats=source.stats,
             records_pinned=lambda: recorder is not None and recorder.records_pinned,
         )
-        self.queries = Queries(
-            self._config,
-            environ=process.environ,
-            source=source,
-            reader=self.reader,
-            counters=self._counters,
-            pacer=pacer,
-            derived=derived,
-            live=live,
-            gate=process.gate,
-            yield_status=process.yield_status,
-        )
+        self.queries = Queries(process, source, reader=self.reader, derived=derived, live=live)
         self.reader.tap += [self._note_reading, derived.note]
         self.reader.windows.steps = self.queries.steps
         if self._config.record_path:

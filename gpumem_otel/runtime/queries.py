@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gpumem_otel.base.profile import ProfileKind, StepStats
 from gpumem_otel.errors import BusyError, CaptureError
@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from gpumem_otel.capture.derived_profiles import DerivedProfiles
     from gpumem_otel.capture.gil_pacing import Pacer
     from gpumem_otel.capture.profile_reader import LiveProfileReader
+    from gpumem_otel.runtime.teardown import Teardown
     from gpumem_otel.serve.dependencies import Health
     from gpumem_otel.settings.config import Config
     from gpumem_otel.snapshot.reading import Source
+    from gpumem_otel.yielding.engine.safepoint import SafePoints
+    from gpumem_otel.yielding.protocols import YieldControl
     from gpumem_otel.yielding.values import YieldStatus
 
 OBSERVE_SECONDS = 1.0
@@ -41,21 +44,40 @@ LATE_INTERVALS = 3
 """A push is late after so many intervals."""
 
 
+class Process(Protocol):
+    """What queries and components use of their agent; see `agent.Agent`."""
+
+    config: Config
+    environ: Mapping[str, str]
+    counters: Counters
+    gate: QuietGate
+    pacer: Pacer
+    teardown: Teardown
+    safe_points: SafePoints
+    on_profiles: tuple[Callable[[ProfileKind, tuple[HeapProfile, ...]], None], ...]
+
+    def observe(self) -> Observation | None:
+        """Values of all metrics."""
+        ...
+
+    def yield_status(self) -> YieldStatus | None:
+        """Where the process stands between yield and restore; None without an engine."""
+        ...
+
+    def engine_of_yields(self) -> YieldControl:
+        """The engine of yields, made when it is first asked for."""
+        ...
+
+
 class Queries:
     """Answers from a source, its reader and our own counters; safe from any thread.
 
     Args:
-        config: everything resolved.
-        environ: the process's environment, for the launcher's variables.
+        process: the agent.
         source: what is read.
         reader: profiles of it.
-        counters: what the components count about themselves.
-        pacer: gives up the interpreter lock between slices of encoding.
         derived: profiles that are made from a live read-out.
         live: whether the source is this process's own torch, not a recording.
-        gate: while it is closed torch is not called, and the last values are given.
-        yield_status: asks where the process stands between yield and restore; None without an
-            engine of yields.
 
     Attributes:
         step_stats: asks for the steps so far.
@@ -65,18 +87,14 @@ class Queries:
 
     def __init__(
         self,
-        config: Config,
-        *,
-        environ: Mapping[str, str],
+        process: Process,
         source: Source,
+        *,
         reader: LiveProfileReader,
-        counters: Counters,
-        pacer: Pacer,
         derived: DerivedProfiles,
         live: bool,
-        gate: QuietGate,
-        yield_status: Callable[[], YieldStatus | None],
     ) -> None:
+        config = process.config
         self.step_stats: Callable[[], StepStats] = StepStats
         self.interval_seconds: Callable[[], float] = lambda: config.profiles.interval_seconds
         self.last_read_ns = 0
@@ -84,18 +102,18 @@ class Queries:
         self._config = config
         self._source = source
         self._reader = reader
-        self._counters = counters
-        self._pacer = pacer
-        self._live_process = live
-        self._gate = gate
-        self._yield_status = yield_status
+        self._counters = process.counters
+        self._pacer = process.pacer
+        self._gate = process.gate
+        self._yield_status = process.yield_status
+        self._live = live
         self._values_ns = 0  # of the values that metrics were last made from
         self._lock = threading.Lock()
         self._observed: tuple[float, Observation | None] = (float("-inf"), None)
         self._started = time.monotonic()
         self._home_device = self._first_device()
         self._identity = ranks.identify(
-            environ,
+            process.environ,
             service_name=config.service_name,
             namespace=config.namespace,
             run_id=config.run_id,
@@ -108,7 +126,7 @@ class Queries:
         devices = self.devices()
         if devices:
             return devices[0]
-        return current_device() if self._live_process else 0
+        return current_device() if self._live else 0
 
     def devices(self) -> tuple[int, ...]:
         """Devices that are read, sorted; () if none is used yet."""
@@ -123,7 +141,7 @@ class Queries:
         from gpumem_otel.capture.process_facts import device_uuids, distributed_rank
 
         identity = self._identity
-        if not self._live_process:
+        if not self._live:
             return identity
         known = distributed_rank()
         if known is not None and known != (identity.rank, identity.world_size):
@@ -220,9 +238,9 @@ class Queries:
             used = ", ".join(str(known) for known in self.devices()) or "none"
             raise ValueError(f"device {device} is not used by this process; used: {used}")
         if kind is ProfileKind.LIVE:
-            profiles = self._live()
+            profiles = self._read_live()
         elif kind is ProfileKind.PINNED:
-            self._live()
+            self._read_live()
             profiles = self.derived.pinned(time.time_ns())
             device = None  # host memory belongs to none
         elif kind is ProfileKind.GROWTH:
@@ -238,7 +256,7 @@ class Queries:
                 raise CaptureError(f"read: device {device} has no such profile now")
         return gzip_bytes(self._encode(profiles, kind, {"rank": str(self.identity().rank)}))
 
-    def _live(self) -> tuple[HeapProfile, ...]:
+    def _read_live(self) -> tuple[HeapProfile, ...]:
         """What is alive; while the driver holds this process the last such profile, with a comment.
 
         Raises:

@@ -59,7 +59,7 @@ try:
     torch.fail(1)
 except torch.OutOfMemoryError:
     pass
-sys.excepthook = lambda *told: say(f"own hook: {told[0].__name__}")
+sys.excepthook = lambda *error: say(f"own hook: {error[0].__name__}")
 torch.fail(1 << 30)
 """
 SIGNAL = """
