@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from gpumem_otel.runtime.queries import Process, Queries
+from gpumem_otel.runtime.queries import AgentView, Queries
 from gpumem_otel.settings.config import ServeConfig
 from gpumem_otel.settings.identity import in_notebook
 
@@ -36,21 +36,21 @@ LISTENER_STOP_SECONDS = 1.0
 """What a listener gets of the time that all components have together to stop."""
 
 
-def source_of_torch(process: Process) -> Any:
+def source_of_torch(agent: AgentView) -> Any:
     """What reads the torch of this process; a `capture.source.TorchSource`."""
     from gpumem_otel.capture.source import TorchSource
 
-    config = process.config
+    config = agent.config
     return TorchSource(
         stacks=config.capture.stacks,
         max_window_events=config.capture.max_window_events,
-        counters=process.counters,
-        environ=process.environ,
-        pacer=process.pacer,
+        counters=agent.counters,
+        environ=agent.environ,
+        pacer=agent.pacer,
         classes=config.profiles.class_as != "off",
         pinned="pinned" in config.profiles.kinds,
         annotations=config.profiles.phases,
-        gate=process.gate,
+        gate=agent.gate,
     )
 
 
@@ -64,7 +64,7 @@ class Components:
     """Begins to read the memory of this process; CUDA is up, or a recording is played.
 
     Args:
-        process: the agent.
+        agent: whose process it is.
         source: what is read.
         live: whether the source is the torch of this process, not a recording.
 
@@ -81,17 +81,17 @@ class Components:
         CaptureError: there is nothing to read.
     """
 
-    def __init__(self, process: Process, source: Source, *, live: bool) -> None:
+    def __init__(self, agent: AgentView, source: Source, *, live: bool) -> None:
         from gpumem_otel.base.clock import SystemClock
         from gpumem_otel.capture.derived_profiles import DerivedProfiles
         from gpumem_otel.capture.frame_names import QualifiedNamer
         from gpumem_otel.capture.profile_reader import LiveProfileReader
         from gpumem_otel.snapshot.stacks import with_basename_paths
 
-        self._process = process
-        self._config = process.config
-        self._counters = process.counters
-        self._teardown = process.teardown
+        self._agent = agent
+        self._config = agent.config
+        self._counters = agent.counters
+        self._teardown = agent.teardown
         self._live = live
         self.source = source
         self.steps: StepCounter | None = None
@@ -107,7 +107,7 @@ class Components:
         start = getattr(source, "start", None)
         if start is not None:
             start()
-        pacer = process.pacer
+        pacer = agent.pacer
         namer: FrameNamer = QualifiedNamer(pause=pacer.pause)
         if self._config.profiles.redact_paths:
             namer = with_basename_paths(namer)
@@ -129,7 +129,7 @@ class Components:
             stats=source.stats,
             records_pinned=lambda: recorder is not None and recorder.records_pinned,
         )
-        self.queries = Queries(process, source, reader=self.reader, derived=derived, live=live)
+        self.queries = Queries(agent, source, reader=self.reader, derived=derived, live=live)
         self.reader.tap += [self._note_reading, derived.note]
         self.reader.windows.steps = self.queries.steps
         if self._config.record_path:
@@ -173,7 +173,7 @@ class Components:
             facts=process_facts(queries.devices()),
             namer=namer,
             counters=self._counters,
-            pacer=self._process.pacer,
+            pacer=self._agent.pacer,
         )
         self._teardown.defer("record", lambda _: recording.close())
         self.reader.tap.append(
@@ -199,7 +199,7 @@ class Components:
             return
         from gpumem_otel.capture.steps import StepCounter
 
-        on_boundary = self._process.safe_points.reached
+        on_boundary = self._agent.safe_points.reached
         counter = StepCounter(
             allocated=getattr(self.source, "allocated", dict) if counted else None,
             on_optimizer=tensors.stepped if tensors else None,
@@ -220,7 +220,7 @@ class Components:
             return
         from gpumem_otel.capture.metadata import AllocationMarks
 
-        self.marks = AllocationMarks(torch, gate=self._process.gate)
+        self.marks = AllocationMarks(torch, gate=self._agent.gate)
         self._teardown.defer("steps", lambda _: setattr(self, "marks", None))
 
     # listening
@@ -238,7 +238,7 @@ class Components:
         queries = self.queries
         identity = queries.identity()
         exposition = Exposition(
-            self._process.observe,
+            self._agent.observe,
             self._config.metrics.level,
             clock=SystemClock(),
             counters=self._counters,
@@ -270,7 +270,7 @@ class Components:
         from gpumem_otel.yielding.control.listener import ControlListener
 
         listener = ControlListener(
-            self._process.engine_of_yields(),
+            self._agent.engine_of_yields(),
             self._config.control,
             run_dir=self._config.serve.run_dir,
             identity=self.queries.identity(),
@@ -295,7 +295,7 @@ class Components:
         from gpumem_otel.metrics.otlp import OtelMetrics
 
         otel = OtelMetrics(
-            self._process.observe,
+            self._agent.observe,
             self._config.metrics.level,
             self.queries.identity(),
             dict(self._config.metrics.otlp_environ),
@@ -318,7 +318,7 @@ class Components:
         """Read in the background at the configured cadence, and push if there is a server."""
         from gpumem_otel.push.pusher import Pusher
 
-        queries, reader, on_profiles = self.queries, self.reader, self._process.on_profiles
+        queries, reader, on_profiles = self.queries, self.reader, self._agent.on_profiles
         sinks: list[ProfileSink] = []
         if self._config.pyroscope.url:
             # without a sink read-outs still go on: for metrics, recordings and callbacks
@@ -347,7 +347,7 @@ class Components:
         from gpumem_otel.push.pyroscope import PyroscopeSink
         from gpumem_otel.push.transport import Transport
 
-        transport = Transport(self._config.pyroscope, environ=self._process.environ)
+        transport = Transport(self._config.pyroscope, environ=self._agent.environ)
         self._transport = transport
         self._teardown.defer("push", lambda _: transport.close())
         return PyroscopeSink(
@@ -364,7 +364,7 @@ class Components:
 
         ooms = OomHandler(
             self._config,
-            environ=self._process.environ,
+            environ=self._agent.environ,
             source=source,
             reader=self.reader,
             queries=self.queries,

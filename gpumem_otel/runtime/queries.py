@@ -44,7 +44,7 @@ LATE_INTERVALS = 3
 """A push is late after so many intervals."""
 
 
-class Process(Protocol):
+class AgentView(Protocol):
     """What queries and components use of their agent; see `agent.Agent`."""
 
     config: Config
@@ -73,7 +73,7 @@ class Queries:
     """Answers from a source, its reader and our own counters; safe from any thread.
 
     Args:
-        process: the agent.
+        agent: whose process it is.
         source: what is read.
         reader: profiles of it.
         derived: profiles that are made from a live read-out.
@@ -87,14 +87,14 @@ class Queries:
 
     def __init__(
         self,
-        process: Process,
+        agent: AgentView,
         source: Source,
         *,
         reader: LiveProfileReader,
         derived: DerivedProfiles,
         live: bool,
     ) -> None:
-        config = process.config
+        config = agent.config
         self.step_stats: Callable[[], StepStats] = StepStats
         self.interval_seconds: Callable[[], float] = lambda: config.profiles.interval_seconds
         self.last_read_ns = 0
@@ -102,10 +102,10 @@ class Queries:
         self._config = config
         self._source = source
         self._reader = reader
-        self._counters = process.counters
-        self._pacer = process.pacer
-        self._gate = process.gate
-        self._yield_status = process.yield_status
+        self._counters = agent.counters
+        self._pacer = agent.pacer
+        self._gate = agent.gate
+        self._yield_status = agent.yield_status
         self._live = live
         self._values_ns = 0  # of the values that metrics were last made from
         self._lock = threading.Lock()
@@ -113,7 +113,7 @@ class Queries:
         self._started = time.monotonic()
         self._home_device = self._first_device()
         self._identity = ranks.identify(
-            process.environ,
+            agent.environ,
             service_name=config.service_name,
             namespace=config.namespace,
             run_id=config.run_id,
