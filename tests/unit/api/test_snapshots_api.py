@@ -314,9 +314,9 @@ def test_types_for_users():
     assert 'Argument 1 to "profile" of "Snapshot" has incompatible type' in out
 
 
-def test_kinds_and_tables_are_the_ones_that_are_told():
-    assert list(snapshots.get_args(snapshots.Kind)) == [*KINDS, "pinned"]
-    assert list(snapshots.get_args(snapshots.Table)) == ["blocks", "segments", "events"]
+def test_kinds_and_tables_are_those_of_the_signatures():
+    assert list(snapshots.get_args(snapshots.SnapshotKind)) == [*KINDS, "pinned"]
+    assert list(snapshots.get_args(snapshots.SnapshotTable)) == ["blocks", "segments", "events"]
 
 
 @pytest.mark.parametrize(
