@@ -160,11 +160,8 @@ def client_context(ca_file: str) -> ssl.SSLContext:
     """
     if not ca_file:
         return ssl.create_default_context()
-    with _open(ca_file) as file:
-        try:
-            return ssl.create_default_context(cafile=_name_of(file.fileno()))
-        except (OSError, ValueError) as error:
-            raise _no_authorities(error, ca_file, file) from error
+    with _authorities(ca_file) as name:
+        return ssl.create_default_context(cafile=name)
 
 
 def load_authorities(context: ssl.SSLContext, ca_file: str) -> None:
@@ -173,11 +170,8 @@ def load_authorities(context: ssl.SSLContext, ca_file: str) -> None:
     Raises:
         ConfigError: the file cannot be used.
     """
-    with _open(ca_file) as file:
-        try:
-            context.load_verify_locations(_name_of(file.fileno()))
-        except (OSError, ValueError) as error:
-            raise _no_authorities(error, ca_file, file) from error
+    with _authorities(ca_file) as name:
+        context.load_verify_locations(name)
 
 
 def load_certificate(
@@ -272,8 +266,15 @@ def _name_of(descriptor: int) -> str:
     return f"/proc/self/fd/{descriptor}"
 
 
-def _no_authorities(error: OSError | ValueError, path: str, file: BinaryIO) -> ConfigError:
-    return ConfigError(f"{path}: {_lacks(file, _CERTIFICATE) or _reason(error)}")
+@contextlib.contextmanager
+def _authorities(ca_file: str) -> Iterator[str]:
+    """A name for OpenSSL; its errors become ConfigError."""
+    with _open(ca_file) as file:
+        try:
+            yield _name_of(file.fileno())
+        except (OSError, ValueError) as error:
+            reason = _lacks(file, _CERTIFICATE) or _reason(error)
+            raise ConfigError(f"{ca_file}: {reason}") from error
 
 
 def _lacks(file: BinaryIO, part: bytes) -> str:

@@ -438,7 +438,7 @@ def test_one_that_the_server_refuses_does_not_hold_up_those_after_it(
         server.fault = "400"
         assert main(["push", "--url", server.url]) == 1
         assert len(server.requests) == 2
-        said = capsys.readouterr().err
-        assert all(f"{path} not pushed: 400" in said for path in paths)
-        assert f"{server.url}: 2 of 2 not pushed" in said
+        errors = capsys.readouterr().err
+        assert all(f"{path} not pushed: 400" in errors for path in paths)
+        assert f"{server.url}: 2 of 2 not pushed" in errors
         assert spooled(tmp_path) == paths
