@@ -54,46 +54,7 @@ from gpumem_otel.errors import (
 )
 
 if TYPE_CHECKING:
-    from gpumem_otel.api.public_types import (
-        AllocEvent,
-        Annotation,
-        Block,
-        BlockState,
-        CounterReader,
-        DeviceReport,
-        DeviceTotals,
-        DiffEntry,
-        Frame,
-        FunctionLines,
-        HeapProfile,
-        Holder,
-        Holders,
-        InstallOptions,
-        LineReport,
-        LineRow,
-        LineUse,
-        Phase,
-        PhaseTime,
-        ProfileKind,
-        ReportData,
-        Sample,
-        Segment,
-        Sizes,
-        SnapshotKind,
-        SnapshotTable,
-        Stack,
-        Subject,
-        TensorClass,
-        TensorInfo,
-        TensorPart,
-        TopBy,
-        TopRow,
-        TorchSnapshot,
-        YieldLevel,
-        YieldOptions,
-        YieldReport,
-        YieldState,
-    )
+    from gpumem_otel.api.public_types import *
 else:
 
     def __getattr__(name: str) -> object:
