@@ -298,7 +298,7 @@ def measure(agent: Any) -> dict[str, float]:
     agent.reader.tap.append(note)
     started = time.thread_time()
     profiles = agent.reader.live_now()
-    data = [agent.answers.encode(profile) for profile in profiles]
+    data = [agent.queries.encode(profile) for profile in profiles]
     zipped = [gzip_bytes(one) for one in data]
     work = time.thread_time() - started
     agent.reader.tap.remove(note)

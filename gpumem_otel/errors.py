@@ -1,22 +1,22 @@
 """Every exception that gpumem_otel raises on purpose.
 
-Explicit calls by the user raise these; work in the background never does: it counts, logs once
-and goes on. Messages are one line: the thing, the reason, the way out.
+Explicit calls by the user raise these; background work never raises: it counts, logs once and goes
+on. A message is one line: the thing, the reason, the way out.
 
     GpumemError
-    +-- ConfigError            a keyword argument or option that can not be used
-    +-- SnapshotError          a snapshot or recording file that can not be read
-    +-- NoHistoryError         a file that was read, and does not hold what was asked of it
+    +-- ConfigError            a keyword argument or option that cannot be used
+    +-- SnapshotError          a snapshot or recording file that cannot be read
+    +-- NoHistoryError         a readable file without the events or data asked for
     +-- CaptureError           the allocator could not be read, or recording not switched
-        +-- BusyError          what is needed for it is in use just now
+        +-- BusyError          the allocator is in use at this moment
     +-- EncodeError            a profile that does not fit the wire format
     +-- PushError              a server refused a profile, or did not answer
     +-- ServeError             the listener could not be set up
-    +-- SpoolError             profiles could not be kept, or those that were kept not be read
+    +-- SpoolError             the spool could not be written or read
     +-- MissingPackageError    an optional package that is not installed; an ImportError too
     +-- PageError              the page is not in this installation
-    +-- YieldRefusedError      a yield or restore that was not begun, or undone whole
-    +-- YieldFailedError       a yield or restore that ended in another state than it should
+    +-- YieldRefusedError      a yield or restore that changed nothing
+    +-- YieldFailedError       a yield or restore that ended in an unexpected state
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class GpumemError(Exception):
 
 
 class ConfigError(GpumemError):
-    """A setting that can not be used."""
+    """A setting or argument that cannot be used."""
 
 
 class SnapshotError(GpumemError):
-    """A file that is no readable snapshot.
+    """A file that is not a readable snapshot.
 
     Attributes:
         source: name of the file or stream, as the user gave it.
@@ -45,7 +45,7 @@ class SnapshotError(GpumemError):
 
 
 class NoHistoryError(GpumemError):
-    """A file that was read, and does not hold what was asked of it, such as events."""
+    """A readable file that does not hold the data asked for, such as events."""
 
 
 class CaptureError(GpumemError):
@@ -53,10 +53,10 @@ class CaptureError(GpumemError):
 
 
 class BusyError(CaptureError):
-    """What is needed for it is in use just now, by the job or another reader: it waits.
+    """The allocator is in use at this moment, by the job or another reader; try again later.
 
     Attributes:
-        retry_after_seconds: when it may be free, where that is known.
+        retry_after_seconds: when it may be free; None if unknown.
     """
 
     def __init__(self, message: str, *, retry_after_seconds: float | None = None) -> None:
@@ -65,17 +65,17 @@ class BusyError(CaptureError):
 
 
 class EncodeError(GpumemError):
-    """A profile that can not be written in the wire format."""
+    """A profile that does not fit the wire format."""
 
 
 class PushError(GpumemError):
     """A profile that did not arrive.
 
     Attributes:
-        status: HTTP status, or None where no answer came.
+        status: HTTP status; None without an answer.
         reason: short slug, the value of the `reason` attribute of the drop counter.
-        retryable: whether sending the same bytes again may help and can not store them twice.
-        retry_after_seconds: what the server asked for, if it did.
+        retryable: whether sending the same bytes again may help and cannot store them twice.
+        retry_after_seconds: the delay that the server asked for; None if it did not.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class ServeError(GpumemError):
 
 
 class SpoolError(GpumemError):
-    """Profiles could not be kept on this machine, or those that were kept not be read."""
+    """The spool of profiles on this machine could not be written or read."""
 
 
 class PageError(GpumemError):
@@ -107,12 +107,12 @@ class PageError(GpumemError):
 
 
 class MissingPackageError(GpumemError, ImportError):
-    """What was asked for needs a package that is not installed."""
+    """The call needs a package that is not installed."""
 
 
 class YieldRefusedError(GpumemError):
-    """A yield or restore that was not begun, or was undone whole: the state is what it was."""
+    """A yield or restore that was not begun, or was undone completely: nothing has changed."""
 
 
 class YieldFailedError(GpumemError):
-    """A yield or restore that ended in another state than it should; the message says which."""
+    """A yield or restore that ended in an unexpected state, which the message names."""

@@ -28,16 +28,16 @@ def start_from_environment() -> None:
 class GpumemInstrumentor:
     """What `opentelemetry-instrument` loads by the entry point `gpumem_otel`.
 
-    It has the methods of OpenTelemetry's BaseInstrumentor that the distribution's loader calls,
-    and does not derive from it: the loader needs no more, and the extra stays optional.
+    It has the methods of OpenTelemetry's BaseInstrumentor that the loader calls, without deriving
+    from it, so that OpenTelemetry stays optional.
     """
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """No version of anything is asked for: torch may come later, or never."""
+        """Requires no package: torch may be imported later, or never."""
         return ()
 
     def instrument(self, **kwargs: Any) -> None:
-        """Start with the environment's settings; keywords of the loader are not ours."""
+        """Start with the environment's settings; the loader's keywords are ignored."""
         del kwargs
         start_from_environment()
 

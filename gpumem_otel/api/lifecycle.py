@@ -13,7 +13,7 @@ from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import ConfigError
 from gpumem_otel.runtime.agent import Agent
 from gpumem_otel.settings.config import process_environ
-from gpumem_otel.settings.options import resolve
+from gpumem_otel.settings.options import keyword_help, keyword_signature, resolve
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ _log = named_logger("gpumem_otel")
 
 
 class _State:
-    """What this process has installed."""
+    """What is installed in this process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -48,11 +48,10 @@ def install(**options: Unpack[InstallOptions]) -> None:
 
     It returns at once and starts nothing but a hook: recording, the background thread and the
     listener begin with the process's own first use of CUDA, and never where there is none. Called
-    again it changes nothing. Every keyword has an environment variable beside it, see
-    docs/configuration.md.
+    again it changes nothing. A keyword wins over its environment variable, that over the default.
 
     Raises:
-        ConfigError: a keyword that is unknown or can not be used. Nothing else is ever raised.
+        ConfigError: a keyword that is unknown or cannot be used. Nothing else is ever raised.
     """
     config = resolve(process_environ(), **options)
     with _STATE.lock:
@@ -64,13 +63,20 @@ def install(**options: Unpack[InstallOptions]) -> None:
             adopt(Agent(config))
 
 
+# for `help(install)` and editors: all keywords, from the one table of settings
+install.__signature__ = keyword_signature("None")  # type: ignore[attr-defined]
+install.__doc__ = (install.__doc__ or "").replace(
+    "    Raises:", f"    Args:\n{keyword_help()}\n    Raises:"
+)
+
+
 def adopt(agent: Agent) -> None:
     """Start an agent as the one of this process: ended at exit, silent in forked children."""
     with _STATE.lock:
         _STATE.agent = agent
         agent.build_engine = agent.build_engine or _STATE.build_engine
         if not _STATE.at_fork:
-            # can not be taken back: does nothing while nothing is installed
+            # cannot be undone: does nothing while nothing is installed
             os.register_at_fork(after_in_child=_after_fork_in_child)
             _STATE.at_fork = True
         atexit.register(uninstall)
@@ -80,7 +86,7 @@ def adopt(agent: Agent) -> None:
 
 
 def register_engine(build: Callable[[Agent], YieldControl]) -> None:
-    """From now on each agent of this process makes its engine of yields in this way."""
+    """Make the engine of yields of each agent of this process in this way from now on."""
     _STATE.build_engine = build
 
 
@@ -96,15 +102,15 @@ def uninstall() -> None:
 
 
 def current() -> Agent | None:
-    """The agent of this process, None where nothing is installed."""
+    """The agent of this process; None if nothing is installed."""
     return _STATE.agent
 
 
 def step() -> None:
-    """Say that one step of the job has ended, in loops whose steps no optimizer marks.
+    """Mark the end of one step of the job, for loops without an optimizer.
 
-    From the first call on only these calls count as steps. Costs about a microsecond. Where nothing
-    is installed it is a safe point for a yield that was asked for, and does nothing else.
+    From the first call on only these calls count as steps. Costs about a microsecond. If nothing is
+    installed it is only a safe point for a yield that is waiting for one.
     """
     agent = _STATE.agent
     if agent is not None:
@@ -114,20 +120,20 @@ def step() -> None:
 
 
 def step_without_install(reached: Callable[[], object] | None) -> None:
-    """Have `step()` call this where nothing is installed."""
+    """Make `step()` call this if nothing is installed."""
     _STATE.on_step = reached
 
 
 def watch(*objects: object, **named: object) -> None:
-    """Name what holds memory: models, optimizers, and other tensors by their class as keyword.
+    """Name what holds memory: models, optimizers, and other tensors with their class as keyword.
 
         gpumem_otel.watch(model, optimizer, kv_cache=cache)
 
-    A watched model's inputs are told apart too, by hooks on it alone (`torch.jit.script` and
-    `make_graphed_callables` refuse models with hooks: watch it after them); a server, which steps
-    no optimizer, has its parameters read after forwards without gradients. The keyword is a tensor
-    class of docs/profiles.md. Held weakly, so that nothing is kept alive; of a list, a tuple
-    or a dict what is in it now.
+    The inputs of a watched model get a class of their own, by hooks on that model
+    (`torch.jit.script` and `make_graphed_callables` refuse models with hooks: watch it after them).
+    The parameters of a server, which steps no optimizer, are read after forwards without gradients.
+    The keyword is a tensor class of docs/profiles.md. References are weak, so that nothing is
+    kept alive; of a list, a tuple or a dict, its present items are watched.
     """
     todo = [*(("", item) for item in objects), *named.items()]
     opened: set[int] = set()
@@ -161,7 +167,7 @@ def _forget(key: tuple[str, int], gone: object) -> None:  # noqa: ARG001 - as we
 
 
 def watched() -> Iterator[tuple[str, object]]:
-    """(name, object) of what is watched and still alive; the name is "" where none was given."""
+    """(name, object) of what is watched and still alive; the name is "" if none was given."""
     for (name, _), reference in list(_STATE.watched.items()):
         item = reference()
         if item is not None:
@@ -169,22 +175,22 @@ def watched() -> Iterator[tuple[str, object]]:
 
 
 def participant(thread: threading.Thread | None = None) -> None:
-    """Say that a thread (this one by default) leaves the GPU alone while the job stands still.
+    """Declare that a thread (this one by default) does not use the GPU while the job is stopped.
 
-    It promises not to use tensors of the GPU from when the training thread has stopped at a safe
-    point until that goes on, for instance since it waits for it. Nothing stops it: a yield does not
-    look at it any more, and would otherwise be refused because of it.
+    It promises not to use GPU tensors from the moment the training thread stops at a safe point
+    until that continues, for instance because it waits for it. A yield ignores such a thread, and
+    is refused because of any other that may use the GPU.
 
     Raises:
-        ConfigError: it is no thread.
+        ConfigError: the argument is no thread.
     """
     if thread is not None and not isinstance(thread, threading.Thread):
-        raise ConfigError(f"participant: {type(thread).__name__!r} is no threading.Thread")
+        raise ConfigError(f"participant: {type(thread).__name__!r} is not a threading.Thread")
     _STATE.participants.add(thread or threading.current_thread())
 
 
 def participants() -> frozenset[threading.Thread]:
-    """The threads that were registered and are still there."""
+    """The registered threads that still exist."""
     return frozenset(_STATE.participants)
 
 

@@ -1,10 +1,10 @@
-"""The line profiler as a job uses it: decorators, a context manager, reports.
+"""The line profiler for a job: decorators, a context manager, reports.
 
     @gpumem_otel.profile
     def step(batch): ...
 
-Independent of `install()`: a decorated function is followed from its first call on, and what its
-lines did is printed when the process ends. docs/line-profiler.md has examples with their output.
+Independent of `install()`: a decorated function is profiled from its first call on, and its lines
+are printed when the process ends. docs/line-profiler.md has examples with their output.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 
 
 class LineProfiler:
-    """Follows functions line by line, while it is on.
+    """Profiles functions line by line, while it is on.
 
         with gpumem_otel.LineProfiler(forward, loss) as lines:
             train_one_step()
         print(lines.display())
 
-    Before Python 3.12 it sees the thread that switched it on and threads started meanwhile; from
-    3.12 on every thread.
+    Before Python 3.12 it profiles the thread that switched it on and threads started meanwhile;
+    from 3.12 on every thread.
 
     Args:
         functions: functions, methods or classes.
-        columns: counters to read beside the usual ones, named as in `torch.cuda.memory_stats()`.
-        target_gpu: the device to show; all are read in any case.
+        columns: counters to read besides the usual ones, named as in `torch.cuda.memory_stats()`.
+        target_gpu: the device to show; all are read anyway.
         reader: makes the reader of counters, by default that of torch.
     """
 
@@ -78,43 +78,43 @@ class LineProfiler:
         self.disable()
 
     def add_function(self, function: Any) -> None:
-        """Follow one more function, or every function of a class.
+        """Profile one more function, or every function of a class.
 
         Raises:
-            ConfigError: there is no Python code in it.
+            ConfigError: it has no Python code.
         """
-        for one in functions_of(function):
-            self.recorder.add(one)
+        for each in functions_of(function):
+            self.recorder.add(each)
 
     def enable(self) -> None:
-        """Follow the functions from now on."""
+        """Profile the functions from now on."""
         self.recorder.start()
         if self._scope is None:
             self._scope = self.recorder.scope(threads=True)
 
     def disable(self) -> None:
-        """Follow them no more; functions are as if they had never been followed."""
+        """Stop profiling; the functions run as before."""
         scope, self._scope = self._scope, None
         if scope is not None:
             scope.close()
         self.recorder.stop()
 
     def clear(self) -> None:
-        """Forget what was counted so far."""
+        """Delete what was counted so far."""
         self.recorder.clear()
 
     def display(
         self, func: Any = None, columns: Sequence[str] = (), device: Any = None
     ) -> LineReport:
-        """What the lines did so far; prints itself, and shows itself in a notebook.
+        """A report of the lines so far; `print` and notebooks show it.
 
         Args:
             func: a function, its qualified name, or a list of either; None: all.
-            columns: names of counters to show in place of the usual columns.
+            columns: names of counters to show instead of the usual columns.
             device: the one to show.
 
         Raises:
-            ConfigError: a function that is not followed, or a column that was not read.
+            ConfigError: a function that is not profiled, or a column that was not read.
         """
         missing = [name for name in columns if name not in self.recorder.columns]
         if missing:
@@ -137,20 +137,20 @@ class LineProfiler:
         print(self.display(func, columns), file=stream or sys.stdout, end="")
 
     def _numbers(self, func: Any) -> list[int]:
-        found: list[int] = []
-        for one in func if isinstance(func, (list, tuple)) else [func]:
-            if isinstance(one, str):
-                numbers = self.recorder.numbers_named(one)
+        numbers: list[int] = []
+        for function in func if isinstance(func, (list, tuple)) else [func]:
+            if isinstance(function, str):
+                matching = self.recorder.numbers_named(function)
             else:
-                number = self.recorder.number_of(one)
-                numbers = [] if number is None else [number]
-            if not numbers:
-                raise ConfigError(f"display: {one!r} is not profiled")
-            found += numbers
-        return found
+                number = self.recorder.number_of(function)
+                matching = [] if number is None else [number]
+            if not matching:
+                raise ConfigError(f"display: {function!r} is not profiled")
+            numbers += matching
+        return numbers
 
     def every(self, number: int, calls: int, columns: tuple[str, ...]) -> None:
-        """Print a function's lines at the end of every so many calls."""
+        """Print a function's lines after each of so many calls."""
         self._every[number] = (calls, columns)
 
     def _finished(self, number: int, calls: int) -> None:
@@ -161,7 +161,7 @@ class LineProfiler:
 
 
 class _State:
-    """The decorators' profilers of this process: one for each set of further columns."""
+    """The decorators' profilers of this process: one for each set of extra columns."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -174,23 +174,23 @@ _STATE = _State()
 
 
 def line_profiler(columns: Sequence[str] = ()) -> LineProfiler:
-    """What `@profile` and `@profile_every` of this process count: display, clear, disable.
+    """The profiler of `@profile` and `@profile_every`: display, clear, disable.
 
     Args:
-        columns: those that the decorator was given, if it was.
+        columns: those of the decorator.
     """
     key = tuple(columns)
-    found = _STATE.profilers.get(key)
-    if found is None:
-        found = _STATE.profilers[key] = LineProfiler(columns=key)
-        publish(found.recorder)
-    return found
+    profiler = _STATE.profilers.get(key)
+    if profiler is None:
+        profiler = _STATE.profilers[key] = LineProfiler(columns=key)
+        publish(profiler.recorder)
+    return profiler
 
 
 def set_target_gpu(gpu: Any) -> None:
-    """Show this device for the lines that run from now on, in whatever profiler.
+    """Show only this device for the lines that run from now on, in all profilers.
 
-    All devices are read in any case; JSON, pprof and metrics hold them all.
+    All devices are read anyway; JSON, pprof and metrics hold them all.
 
     Args:
         gpu: index, `torch.device` or "cuda:1"; None: all devices.
@@ -216,17 +216,17 @@ def profile(
 
     For functions, methods, generators, coroutines and classes (all their functions), below or
     above `staticmethod`, `classmethod` and `property`. From Python 3.12 on the function itself is
-    returned; before, one that traces it while it runs.
+    returned; before, a wrapper that traces it while it runs.
 
     Args:
         target: what is decorated.
-        columns: counters to show in place of the usual columns, by their names in
+        columns: counters to show instead of the usual columns, by their names in
             `torch.cuda.memory_stats()`.
         enable: False leaves the function as it is.
         show: print the lines at the end of the process.
 
     Raises:
-        ConfigError: there is no Python code in it.
+        ConfigError: it has no Python code.
     """
     _check_columns(columns)
     if target is None:
@@ -237,15 +237,15 @@ def profile(
 def profile_every(
     output_interval: int = 1, enable: bool = True, columns: Sequence[str] = ()
 ) -> Callable[[Decorated], Decorated]:
-    """Profile, and print a function's lines at the end of every so many calls.
+    """Profile a function, and print its lines after every so many calls.
 
     Args:
-        output_interval: calls between two prints; what is printed counts from the first call on.
+        output_interval: calls between two prints; the numbers count from the first call on.
         enable: False leaves the function as it is.
         columns: as of `profile`.
 
     Raises:
-        ConfigError: the interval is no whole number from 1 on.
+        ConfigError: the interval is not a whole number of at least 1.
     """
     if type(output_interval) is not int or output_interval < 1:
         raise ConfigError(f"profile_every({output_interval!r}): give a whole number from 1 on")
@@ -271,7 +271,7 @@ def _profile(
             profiler.every(number, every, columns)
         if show:
             _show_at_exit(profiler, number, columns)
-        # with sys.monitoring the function itself is followed, and nothing is put around it
+        # with sys.monitoring the function itself is profiled, without a wrapper
         return function if hasattr(sys, "monitoring") else traced(function, profiler.recorder)
 
     decorated = decorate(target, follow)
@@ -300,17 +300,17 @@ def _print_at_exit() -> None:
         try:
             print("\n".join(dict.fromkeys(parts)), end="", flush=True)  # noqa: T201
         except (OSError, ValueError):
-            return  # nobody reads it any more
+            return  # standard output is closed
 
 
 def _check_columns(columns: Sequence[object]) -> None:
-    """Whether these can be names of counters.
+    """Check that these can be names of counters.
 
     Raises:
-        ConfigError: one can not.
+        ConfigError: one cannot.
     """
     if isinstance(columns, str) or not isinstance(columns, Sequence):
-        raise ConfigError(f"columns: {columns!r} is no tuple of names, such as ('...',)")
+        raise ConfigError(f"columns: {columns!r} is not a tuple of names, such as ('...',)")
     for name in columns:
         if not isinstance(name, str) or len(name.split(".")) not in {1, 3}:
             raise ConfigError(
@@ -320,7 +320,7 @@ def _check_columns(columns: Sequence[object]) -> None:
 
 
 def _device_index(device: Any) -> int | None:
-    """Torch's index of a device given as number, `torch.device` or text.
+    """The index of a device given as number, `torch.device` or text.
 
     Raises:
         ConfigError: it is none of these.

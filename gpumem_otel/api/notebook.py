@@ -28,11 +28,6 @@ if TYPE_CHECKING:
 
     from gpumem_otel.line_profiling.render import LineReport
 
-# The IPython extension: `%load_ext gpumem_otel`, then `%gpumem` and `%%gpumem`.
-#
-# The package exports these two functions, and everything behind them is imported when IPython calls
-# the first: a training job has no use for it.
-
 _NAME: Final = "gpumem"
 
 
@@ -42,24 +37,24 @@ def load_ipython_extension(ipython: Any) -> None:
 
 
 def unload_ipython_extension(ipython: Any) -> None:
-    """Take them away again; called by `%unload_ext gpumem_otel`."""
+    """Remove the magics; called by `%unload_ext gpumem_otel`."""
     for kind in ("line", "cell"):
         ipython.magics_manager.magics[kind].pop(_NAME, None)
 
 
 _TOP: Final = 3
-"""Stacks that `%gpumem` writes out for each device."""
+"""Stacks that `%gpumem` prints for each device."""
 
 _UNUSED: Final = "this process uses no GPU memory: CUDA is not initialised\n"
 _NOT_INSTALLED: Final = "what holds it: call gpumem_otel.install() before the model is built\n"
 
 
 class MemoryNow:
-    """What `%gpumem` shows: the allocator's counters, and what holds most.
+    """What `%gpumem` shows: the allocator's counters, and the largest stacks.
 
     Args:
         counters: as text.
-        profile: what is alive, None where nothing records it.
+        profile: what is alive; None if nothing records it.
         missing: why there is no profile, one line.
     """
 
@@ -78,7 +73,7 @@ class MemoryNow:
         return str(self)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, str]:
-        """Text, and in a notebook the page with the flame graph where it was built."""
+        """Text, and in a notebook the page with the flame graph if that was built."""
         shown = {"text/plain": str(self)}
         if self.profile is not None:
             counters = f"<pre>{html.escape(self._counters)}</pre>"
@@ -99,12 +94,12 @@ def _now() -> MemoryNow:
     try:
         return MemoryNow(counters, Profile(*agent.reader.live()))
     except CaptureError as error:
-        return MemoryNow(counters, None, f"what holds it can not be read: {error}\n")
+        return MemoryNow(counters, None, f"what holds it cannot be read: {error}\n")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> Any:
-        """An error for the user of the notebook, not the end of its kernel."""
+        """Report an error to the notebook instead of ending its kernel."""
         raise ConfigError(f"%gpumem: {message}; see %gpumem -h")
 
     def exit(self, status: int = 0, message: str | None = None) -> Any:
@@ -179,7 +174,7 @@ class Magic:
         return profiler
 
     def _compiled(self, text: str) -> tuple[CodeType, ...]:
-        """The code, and that of a last expression by itself, so that its value is shown."""
+        """The code; a last expression is compiled separately, so that its value is shown."""
         compiler = self._shell.compile
         text = self._shell.transform_cell(text)
         # known to linecache, so that the report and tracebacks show the lines
@@ -194,7 +189,7 @@ class Magic:
         return tuple(compiler(part, name, mode) for part, mode in parts)
 
     def _add(self, profiler: LineProfiler, name: str, codes: tuple[CodeType, ...]) -> None:
-        """A function that the cell itself defines, else one that there is already."""
+        """Add a function that the cell itself defines, else an existing one."""
         for code in _nested(codes):
             if code.co_name == name:
                 profiler.recorder.add_code(name, "", (code,))

@@ -1,6 +1,6 @@
-"""Code regions: what is allocated in them carries their name in `allocated` profiles.
+"""Code regions: allocations in them carry their name in `allocated` profiles.
 
-As a decorator a region is a frame of its own in every flame graph too, named after it.
+As a decorator a region is also a frame of its own in every flame graph, named after it.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ def _never() -> bool:
 
 
 def _compiling() -> Callable[[], bool]:
-    """Torch's own question, which its compiler answers with yes while it traces."""
+    """`torch.compiler.is_compiling`: true while the compiler traces."""
     torch: Any = sys.modules.get("torch")
-    found: Callable[[], bool] = getattr(getattr(torch, "compiler", None), "is_compiling", _never)
-    return found
+    return getattr(getattr(torch, "compiler", None), "is_compiling", _never)
 
 
 class Region:
-    """One use of a region; `region` makes it."""
+    """One use of a region, as context manager or decorator; `region` makes it."""
 
     __slots__ = ("_is_compiling", "_mark", "_marks", "_name")
 
@@ -61,39 +60,39 @@ class Region:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """What stood there before is put back."""
+        """Put back the label that was there before."""
         if self._mark is not None and self._marks is not None:
             self._marks.exit(self._mark)
             self._mark = None
 
     def __call__(self, function: AnyCallable) -> AnyCallable:
-        """The function within the region, with a frame of that name around it.
+        """The function within the region, in a frame of that name.
 
-        Of coroutines and generators only the frame: what they allocate between two pauses would
-        carry the name of what runs in the pauses.
+        Coroutines and generators only get the frame: the label would also cover what runs while
+        they are suspended.
         """
         if inspect.iscoroutinefunction(function):
             return _named(function, _coroutine(function), self._name)
         if inspect.isgeneratorfunction(function):
             return _named(function, _generator(function), self._name)
         if inspect.isasyncgenfunction(function):
-            return function  # a frame around it would lose what is sent into it
+            return function  # a wrapper would lose what is sent into it
         return _named(function, _plain(function, self._name), self._name)
 
 
 def region(name: str) -> Region:
     """Name a part of the job: `with gpumem_otel.region("loss"):`, or `@gpumem_otel.region("loss")`.
 
-    Allocations within it carry the label `region` in `allocated` profiles, where this torch can
-    write it (2.10 and newer): of this thread from torch 2.14 on, of all threads before. Those of
-    backward are not within it. As a decorator it is a frame in live and peak profiles as well.
-    Within `torch.compile` it changes nothing; torch 2.3 breaks the graph there.
+    Allocations in it carry the label `region` in `allocated` profiles, if this torch can record it
+    (2.10 and newer): those of this thread from torch 2.14 on, of all threads before. Allocations of
+    backward are not part of it. As a decorator it is a frame in live and peak profiles as well.
+    Under `torch.compile` it changes nothing; torch 2.3 breaks the graph there.
 
     Args:
-        name: few different ones, and no running number: it becomes a label of a series.
+        name: use few different names, without running numbers: it becomes a label of a series.
 
     Raises:
-        ConfigError: the name is no text, or empty.
+        ConfigError: the name is not a text, or empty.
     """
     given: object = name
     if not isinstance(given, str) or not given.strip():
@@ -124,7 +123,7 @@ def _generator(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _named(function: AnyCallable, wrapper: Any, name: str) -> AnyCallable:
-    # "::" would make a C++ symbol of it for who reads the recording
+    # with "::" readers of the recording would take it for a C++ symbol
     shown = name.replace("::", ":")
     code = wrapper.__code__.replace(co_name=shown, co_filename=REGION_FILE)
     if sys.version_info >= (3, 11):

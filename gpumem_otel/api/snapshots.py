@@ -1,10 +1,10 @@
-"""Snapshot files in Python: open one, ask for profiles, compare, hand them to pandas or a notebook.
+"""Snapshot files in Python: profiles, comparisons, pandas tables and notebook pages.
 
     snapshot = gpumem_otel.load_snapshot("snapshot.pickle")
     snapshot.profile("peak").top(5)
 
-Nothing here touches torch or the running job. In a notebook each object shows itself as the page
-that `gpumem-otel flamegraph` writes.
+Nothing here uses torch or the running job. In a notebook each object is shown as the page that
+`gpumem-otel flamegraph` writes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gpumem_otel.errors import ConfigError, MissingPackageError, NoHistoryError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import BinaryIO, TypeAlias
+    from typing import BinaryIO
 
     import pandas as pd
 
@@ -29,13 +29,15 @@ if TYPE_CHECKING:
     from gpumem_otel.snapshot.labels import Label
     from gpumem_otel.snapshot.snapshot import TorchSnapshot
 
-    By: TypeAlias = Literal["stack", "function", "file", "line"]
+SnapshotKind = Literal["live", "allocated", "peak", "pinned"]
+"""What `Snapshot.profile` counts: live allocations, those of the recorded events, those alive at
+the peak, or pinned host memory (torch 2.14 and newer)."""
 
-Kind = Literal["live", "allocated", "peak", "pinned"]
-"""What is alive, what the recorded events allocated, what was alive when most was, or pinned host
-memory (torch 2.14 and newer)."""
-Table = Literal["blocks", "segments", "events"]
-"""What `Snapshot.to_pandas` makes a table of."""
+SnapshotTable = Literal["blocks", "segments", "events"]
+"""The rows of `Snapshot.to_pandas`."""
+
+TopBy = Literal["stack", "function", "file", "line"]
+"""What `Profile.top` groups by."""
 
 _PAGE_HEIGHT = 640
 
@@ -47,25 +49,26 @@ def load_snapshot(path: str | os.PathLike[str] | BinaryIO, *, name: str | None =
 
     Args:
         path: file name, or a file open for reading bytes.
-        name: what messages call it, by default its name.
+        name: its name in messages; by default that of the file.
 
     Raises:
-        SnapshotError: it can not be read or is no snapshot.
-        ConfigError: it is neither a name nor a file.
+        SnapshotError: it cannot be read or is not a snapshot.
+        ConfigError: the argument is neither a name nor a file.
     """
     from gpumem_otel.profiles.of_file import open_file
 
     if not isinstance(path, str | os.PathLike) and not hasattr(path, "read"):
-        raise ConfigError(f"load_snapshot: {type(path).__name__!r} is no file name and no file")
-
+        raise ConfigError(
+            f"load_snapshot: {type(path).__name__!r} is neither a file name nor a file"
+        )
     return Snapshot(open_file(path, name=name))
 
 
 class Snapshot:
-    """What a file holds; `load_snapshot` makes one.
+    """The contents of a snapshot file; `load_snapshot` makes one.
 
-    Of a recording, `live` is its last reading, `allocated` its last window, `peak` the reading
-    that held most.
+    For a recording, `live` is its last reading, `allocated` its last window, and `peak` the reading
+    with the most bytes.
     """
 
     def __init__(self, opened: OpenedFile) -> None:
@@ -88,7 +91,7 @@ class Snapshot:
 
     @property
     def core(self) -> TorchSnapshot:
-        """The snapshot itself, with segments, events, books and the played trace."""
+        """The snapshot itself, with segments, events, totals and the replayed trace."""
         return self._opened.snapshot
 
     @property
@@ -98,56 +101,59 @@ class Snapshot:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a reader of the numbers should know, one sentence each."""
+        """Limits of the numbers, one sentence each."""
         return self._opened.snapshot.warnings
 
     def profile(
-        self, kind: Kind = "live", device: int | None = None, *, label: Label | None = None
+        self, kind: SnapshotKind = "live", device: int | None = None, *, label: Label | None = None
     ) -> Profile:
         """Bytes by stack.
 
         Args:
-            kind: live, allocated, peak or pinned. Sizes of a trace, so of allocated and peak, are
-                requested bytes; those of live are the allocator's blocks.
-            device: torch's index; None: all devices together. Devices have their peaks at
-                moments of their own, so that the sum of peaks was never alive at once.
-            label: tell apart what has one stack by `pool`, `compile_context` or `annotation`.
+            kind: live, allocated, peak or pinned. The sizes of allocated and peak come from the
+                trace and are requested bytes; those of live are the allocator's blocks.
+            device: torch's index; None: all devices together. Devices peak at different moments,
+                so that the sum of their peaks was never alive at once.
+            label: split each stack by `pool`, `compile_context` or `annotation`.
 
         Raises:
             ConfigError: there is no such kind, device or label.
-            NoHistoryError: the kind needs events, and the file holds none of the device; or
-                pinned host memory, and it holds none.
+            NoHistoryError: the kind needs events of the device, or pinned host memory, and the file
+                holds none.
         """
         from gpumem_otel.base.profile import HeapProfile
         from gpumem_otel.snapshot.labels import LABELS
 
-        if kind not in get_args(Kind):
-            raise ConfigError(f"kind {kind!r}: not one of {', '.join(get_args(Kind))}")
+        if kind not in get_args(SnapshotKind):
+            raise ConfigError(f"kind {kind!r}: not one of {', '.join(get_args(SnapshotKind))}")
         if label is not None and label not in LABELS:
             raise ConfigError(f"label {label!r}: not one of {', '.join(LABELS)}")
         self._check(device)
-        found = self._opened.profiles(ProfileKind(kind), device, label=label)
-        if not found:
+        profiles = self._opened.profiles(ProfileKind(kind), device, label=label)
+        if not profiles:
             if device is not None:
                 raise NoHistoryError(f"{self.source}: holds no events of device {device}")
             return Profile(HeapProfile(ProfileKind(kind), -1, ()))
-        return Profile(*found)
+        return Profile(*profiles)
 
-    def diff(self, before: Snapshot, kind: Kind = "live", device: int | None = None) -> Difference:
-        """What is more or less here than in an earlier snapshot, by stack.
+    def diff(
+        self, before: Snapshot, kind: SnapshotKind = "live", device: int | None = None
+    ) -> Difference:
+        """What has grown or shrunk since an earlier snapshot, by stack.
 
         Raises:
-            ConfigError, NoHistoryError: as `profile`.
+            ConfigError: as `profile`.
+            NoHistoryError: as `profile`.
         """
         if not isinstance(before, Snapshot):
-            raise ConfigError(f"diff: {type(before).__name__!r} is no Snapshot")
+            raise ConfigError(f"diff: {type(before).__name__!r} is not a Snapshot")
         return self.profile(kind, device).diff(before.profile(kind, device))
 
-    def to_pandas(self, table: Table = "blocks", device: int | None = None) -> pd.DataFrame:
+    def to_pandas(self, table: SnapshotTable = "blocks", device: int | None = None) -> pd.DataFrame:
         """One row per block, segment or event, as a `pandas.DataFrame`; sizes are bytes.
 
         Args:
-            table: what to make rows of.
+            table: which rows.
             device: only this one.
 
         Raises:
@@ -191,12 +197,12 @@ class Profile:
     """Bytes by stack, of one kind.
 
     Attributes:
-        parts: one profile per device, or of whatever was put together.
+        parts: one profile per device, or the profiles that were merged.
         heap: all of them as one, with its samples; a stack is leaf first.
     """
 
     def __init__(self, *parts: HeapProfile) -> None:
-        """Put profiles of one kind together.
+        """Merge profiles of one kind.
 
         Raises:
             ValueError: they are of different kinds or sizes.
@@ -242,8 +248,8 @@ class Profile:
         """Number of allocations over all stacks."""
         return self.heap.total_objects
 
-    def top(self, number: int = 10, by: By = "stack") -> list[TopRow]:
-        """What holds most, the largest first.
+    def top(self, number: int = 10, by: TopBy = "stack") -> list[TopRow]:
+        """The rows with most bytes, the largest first.
 
         Raises:
             ConfigError: there is no such `by`.
@@ -256,15 +262,15 @@ class Profile:
             raise ConfigError(str(error)) from None
 
     def diff(self, before: Profile) -> Difference:
-        """What is more or less here than in another profile, by stack.
+        """What has grown or shrunk since another profile, by stack.
 
         Raises:
-            ConfigError: one is in requested bytes, the other in those of the allocator.
+            ConfigError: one is in requested bytes, the other in the allocator's blocks.
         """
         from gpumem_otel.profiles import heap
 
         if not isinstance(before, Profile):
-            raise ConfigError(f"diff: {type(before).__name__!r} is no Profile")
+            raise ConfigError(f"diff: {type(before).__name__!r} is not a Profile")
         try:
             heap.alike((before.heap, self.heap))
         except ValueError as error:
@@ -272,7 +278,7 @@ class Profile:
         return Difference(before, self)
 
     def merge(self, *others: Profile) -> Profile:
-        """One profile of what several hold: of devices, ranks or files.
+        """Merge this profile and others: of devices, ranks or files.
 
         Raises:
             ConfigError: they are of different kinds or sizes.
@@ -313,7 +319,7 @@ class Profile:
 
 
 class Difference:
-    """What changed from one profile to another; empty where nothing did.
+    """What changed from one profile to another; empty if nothing did.
 
     Attributes:
         before: the first profile.
@@ -356,7 +362,7 @@ class Difference:
 
     @property
     def total_bytes(self) -> int:
-        """How much more the second holds; negative: less."""
+        """Growth from the first to the second; negative if it shrank."""
         return self.after.total_bytes - self.before.total_bytes
 
     def to_pandas(self) -> pd.DataFrame:
@@ -392,7 +398,7 @@ def _data_frame(columns: dict[str, list[Any]]) -> pd.DataFrame:
 
 
 def _column(pd: Any, values: list[Any]) -> Any:
-    """Whole numbers stay whole where some are unknown: an address is no float."""
+    """Keep whole numbers whole if some are unknown: an address is not a float."""
     if None in values and all(value is None or type(value) is int for value in values):
         try:
             return pd.array(values, dtype="Int64")
@@ -402,12 +408,12 @@ def _column(pd: Any, values: list[Any]) -> Any:
 
 
 def _shown(what: Snapshot | Profile | Difference) -> str:
-    """What a notebook shows: the page in a frame of its own, or the text where there is none."""
+    """What a notebook shows: the page in a frame of its own, or text if the page was not built."""
     from gpumem_otel.page import html as page
 
     if not page.available():
         return f"<pre>{html.escape(str(what))}</pre>"
-    # no same-origin: names out of a stranger's file share nothing with the notebook
+    # no same-origin: names in an untrusted file get no access to the notebook
     return (
         f'<iframe srcdoc="{html.escape(what.html())}" sandbox="allow-scripts allow-downloads" '
         f'style="width: 100%; height: {_PAGE_HEIGHT}px; border: 0"></iframe>'

@@ -1,11 +1,11 @@
-"""What is held, by whom: the tensor report, the holders of a tensor, letting go after an error.
+"""What holds memory: the tensor report, the holders of a tensor, release after an error.
 
     print(gpumem_otel.report(model, optimizer))
     print(gpumem_otel.holders(x))
     gpumem_otel.release_traceback()
 
-All of it runs on the thread that calls, with or without `install()`. Nothing is kept afterwards,
-and no CUDA context is made.
+Everything runs on the calling thread, with or without `install()`. No object is kept alive, and no
+CUDA context is created.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Report:
-    """Every tensor of the process, its allocator's figure, and their difference by name.
+    """All tensors of the process, the allocator's total, and the difference by cause.
 
     Attributes:
-        data: the rows and sums; `data.devices` has one entry per device.
+        data: the rows and totals; `data.devices` has one entry per device.
     """
 
     def __init__(self, data: ReportData, *, verbose: bool = False) -> None:
@@ -95,12 +95,12 @@ def report(
     device: Any = None,
     verbose: bool = False,
 ) -> Report:
-    """Which tensors there are, by name: shape, bytes, class, block, and who allocated them.
+    """All tensors by name: shape, bytes, class, block, and the stack that allocated them.
 
     Names come from the models and optimizers given, from what `watch()` named, and from the
     variables of the calling code; gradients and optimizer state are named by their parameter. It
-    runs on the calling thread, which is also the one that `.grad` is read on; while a backward
-    runs, on whatever thread, it is not read. No tensor is kept alive by the report.
+    runs on the calling thread and reads `.grad` there, except while a backward runs on any thread.
+    The report keeps no tensor alive.
 
     Args:
         model_or_models: a model, several, or a dict of them by name; optional.
@@ -109,7 +109,7 @@ def report(
         verbose: print every stack in full, and all names of tied weights.
 
     Raises:
-        ConfigError: an argument is none of these.
+        ConfigError: an argument of another type.
     """
     models = _models(model_or_models)
     optimizers = _several(optimizer, "optimizer", "state")
@@ -117,24 +117,24 @@ def report(
     try:
         return _report(models, optimizers, devices, sys._getframe(1), verbose=verbose)  # noqa: SLF001
     except Exception as error:
-        # a traceback that somebody keeps must not keep every object of the process
+        # a traceback that the caller keeps must not keep every object of the process
         traceback.clear_frames(error.__traceback__)
         raise
 
 
 def holders(x: Any) -> Holders:
-    """Which stack allocated a tensor, storage or address, its class and size, and who refers to it.
+    """The stack that allocated a tensor, storage or address, its class, size and references.
 
     References are followed from object to object through Python's collector, up to variables of
     functions that run or that the last traceback keeps, module attributes, a notebook's outputs,
-    closures and classes; each comes with its path. What C++ holds is not seen but for what autograd
-    saved. Costs a few passes over all objects. No reference is kept.
+    closures and classes; each comes with its path. Of what C++ holds, only what autograd saved is
+    found. Costs a few passes over all objects. No reference is kept.
 
     Args:
         x: a tensor, a storage, or the address of a byte of device memory.
 
     Raises:
-        ConfigError: it is none of these, or torch is not imported.
+        ConfigError: it is of another type, or torch is not imported.
     """
     try:
         return _holders(x, sys._getframe(1))  # noqa: SLF001
@@ -156,16 +156,15 @@ def _holders(x: Any, frame: Any) -> Holders:
 
 
 def release_traceback() -> int:
-    """Let go of what the last error and a notebook's outputs hold, and say how many bytes that was.
+    """Release what the last error and a notebook's outputs keep alive; returns the bytes freed.
 
     Clears the local variables of the frames of the last traceback (`sys.last_exc` and the like, and
     the exception that is being handled), which keep every tensor of the failed call alive; in
     IPython also `Out`, `_`, `_5` and the traceback that the shell keeps for `%tb` and `%debug`.
-    What the job's own variables refer to stays. Collects garbage. Without torch or IPython it does
-    the rest.
+    What the job's own variables refer to stays. Collects garbage. Works without torch or IPython.
 
     Returns:
-        Bytes that all allocators together hold less than before; never negative.
+        How many bytes less all allocators hold together; never negative.
     """
     from gpumem_otel.tensors.tracebacks import release
     from gpumem_otel.tensors.walk import allocated_now
@@ -186,11 +185,11 @@ def _report(
     from gpumem_otel.tensors.join import join
     from gpumem_otel.tensors.walk import walk
 
-    found, notes = walk(models, optimizers, lifecycle.watched(), frame)
+    tensors, notes = walk(models, optimizers, lifecycle.watched(), frame)
     reading, recorded, why = _reading()
     if why:
         notes.append(f"no blocks: {why}")
-    data = join(found, reading, namer=_namer(), recorded=recorded, notes=notes, devices=devices)
+    data = join(tensors, reading, namer=_namer(), recorded=recorded, notes=notes, devices=devices)
     return Report(data, verbose=verbose)
 
 
@@ -238,14 +237,14 @@ def _several(given: Any, what: str, needs: str) -> list[Any]:
         several: Iterable[Any] = list(given)
     except TypeError:
         several = [given]
-    for one in several:
-        _check(one, what, needs)
+    for each in several:
+        _check(each, what, needs)
     return list(several)
 
 
-def _check(one: Any, what: str, needs: str) -> None:
-    if not hasattr(one, needs):
-        kind = type(one).__name__
+def _check(item: Any, what: str, needs: str) -> None:
+    if not hasattr(item, needs):
+        kind = type(item).__name__
         raise ConfigError(f"report: {kind!r} is no {what}; give a {what}, several, or nothing")
 
 

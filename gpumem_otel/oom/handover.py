@@ -1,7 +1,7 @@
-"""What a process leaves behind for who goes on serving its /metrics once it is gone.
+"""The last /metrics of a process, which its supervisor goes on serving after its end.
 
-One JSON file per process, in a folder that the supervisor made and named. Written when an
-allocation failed and when the process ends; the last one counts.
+One JSON file per process, in a folder that the supervisor made. Written when an allocation failed
+and when the process ends; the last one counts.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ class FinalMetrics:
 
 
 def is_guarded(config: ServeConfig) -> bool:
-    """Whether readers of a listener must show who they are."""
+    """Whether readers of a listener must authenticate."""
     return bool(config.token or config.token_file or config.tls_client_ca_file)
 
 
-def leave(folder: str, words: FinalMetrics) -> None:
-    """Write the file of this process, whole; an earlier one is replaced.
+def leave(folder: str, final: FinalMetrics) -> None:
+    """Write the file of this process completely; replaces an earlier one.
 
     Raises:
-        ServeError: the folder is not safe to use, or can not be written.
+        ServeError: the folder is not safe to use, or cannot be written.
     """
-    data = json.dumps(asdict(words)).encode() + b"\n"
+    data = json.dumps(asdict(final)).encode() + b"\n"
     try:
         with files.opened(folder, _WHAT, ServeError) as descriptor:
-            files.write_whole(descriptor, f"{words.pid}.json", data)
+            files.write_whole(descriptor, f"{final.pid}.json", data)
     except OSError as error:
         raise ServeError(f"{_WHAT} {folder}: {error.strerror}") from error
 
@@ -71,19 +71,19 @@ def left_in(folder: str) -> list[FinalMetrics]:
     Raises:
         ServeError: the folder is not safe to read.
     """
-    found: dict[int, tuple[float, FinalMetrics]] = {}
+    by_port: dict[int, tuple[float, FinalMetrics]] = {}
     try:
         with files.opened(folder, _WHAT, ServeError) as descriptor:
-            names = os.listdir(descriptor)  # noqa: PTH208 - of what was looked at, not of a path
+            names = os.listdir(descriptor)  # noqa: PTH208 - of the checked descriptor, not of a path
             for name in sorted(names)[:_MAX_FILES]:
                 read = _read(descriptor, name) if _NAME.fullmatch(name) else None
                 if read is not None:
-                    written, words = read
-                    if words.port not in found or written > found[words.port][0]:
-                        found[words.port] = read
+                    written, final = read
+                    if final.port not in by_port or written > by_port[final.port][0]:
+                        by_port[final.port] = read
     except OSError as error:
         raise ServeError(f"{_WHAT} {folder}: {error.strerror}") from error
-    return [words for _, (_, words) in sorted(found.items())]
+    return [final for _, (_, final) in sorted(by_port.items())]
 
 
 def _read(folder: int, name: str) -> tuple[float, FinalMetrics] | None:
@@ -94,9 +94,9 @@ def _read(folder: int, name: str) -> tuple[float, FinalMetrics] | None:
             if not stat.S_ISREG(status.st_mode) or status.st_size > _MAX_FILE_BYTES:
                 return None
             raw = json.load(file)
-        known = {field.name: field.type for field in fields(FinalMetrics)}
+        types = {field.name: field.type for field in fields(FinalMetrics)}
         if isinstance(raw, dict) and all(
-            type(raw.get(key)).__name__ == kind for key, kind in known.items()
+            type(raw.get(key)).__name__ == kind for key, kind in types.items()
         ):
-            return status.st_mtime, FinalMetrics(**{key: raw[key] for key in known})
+            return status.st_mtime, FinalMetrics(**{key: raw[key] for key in types})
     return None

@@ -1,14 +1,14 @@
-"""Hears of allocations that fail, on the job's own thread, and takes the snapshot of that moment.
+"""Observes allocations that fail, on the job's own thread, and takes the snapshot of that moment.
 
-torch calls an observer between the failure and its exception. Observers can not be detached, one
-that is attached before CUDA is up crashes the process, and an exception in one takes the place of
-the job's OutOfMemoryError. So there is one function for the whole life of a process, attached once
-CUDA is up, which does nothing while no `OomWatch` runs and lets no error of ours out.
+torch calls an observer between the failure and its exception. Observers cannot be detached, one
+that is attached before CUDA is up crashes the process, and an exception in one replaces the job's
+OutOfMemoryError. So there is one function for the whole life of a process, attached once CUDA is
+up, which does nothing while no `OomWatch` runs and lets no error of ours out.
 
-A job may survive its failures by the thousand (batch-size finders, algorithm searches), and waits
-for whatever is done here. Per device, one failure a minute is looked at, where the snapshot is
-expected to take at most 200 ms; all others are only counted. The failure that ends the process is
-looked at in any case: on the way out, while its traceback still holds the memory.
+A job may survive thousands of failures (batch-size finders, algorithm searches), and waits for what
+is done here. Per device, one failure a minute is read, if the snapshot is expected to take at most
+200 ms; all others are only counted. The failure that ends the process is read in any case: by an
+excepthook, while its traceback still holds the memory.
 """
 
 from __future__ import annotations
@@ -31,17 +31,14 @@ if TYPE_CHECKING:
     from gpumem_otel.base.counters import Counters
     from gpumem_otel.snapshot.reading import Reading
 
-# Runs something of ours when an exception ends the process or a thread, before it is shown.
-#
-# `sys.excepthook` and `threading.excepthook` are chained: whoever was there is called afterwards
-# with the very same objects, whatever became of ours. Not installed before there is a reason to, so
-# that a job that never fails never has a hook of ours.
-
 _log = named_logger("gpumem_otel.oom")
 
 
 class ExceptHooks:
-    """Chains both hooks from `start` to `stop`.
+    """Chains `sys.excepthook` and `threading.excepthook` from `start` to `stop`.
+
+    The hooks that were there are called afterwards with the same objects, whatever ours does.
+    Chained only once there is a reason to: a job that never fails never has a hook of ours.
 
     Args:
         before: called with the exception and whether the process ends by it, or a thread does; it
@@ -51,73 +48,61 @@ class ExceptHooks:
     def __init__(self, before: Callable[[BaseException | None, bool], object]) -> None:
         self._before = before
         self._pid = os.getpid()
-        self._open = False
         self._patches: list[Patch] = []
 
     @property
     def is_open(self) -> bool:
         """Whether the hooks are chained."""
-        return self._open
+        return bool(self._patches)
 
     def start(self) -> None:
-        """Chain the hooks that are there now; does nothing where that was done."""
-        if self._open:
-            return
-        self._open = True
-        self._patches = [
-            Patch(sys, "excepthook", self._wrap_sys),
-            Patch(threading, "excepthook", self._wrap_threading),
-        ]
+        """Chain the present hooks, once."""
+        if not self._patches:
+            self._patches = [
+                Patch(sys, "excepthook", self._wrap),
+                Patch(threading, "excepthook", self._wrap),
+            ]
 
     def stop(self) -> None:
-        """Put back what was there; where somebody chained ours in turn, it only passes on."""
-        self._open = False
+        """Put the hooks back; if another hook was chained on ours, it only passes on."""
         patches, self._patches = self._patches, []
         for patch in reversed(patches):
             patch.revert()
 
-    def _wrap_sys(self, original: Callable[..., object]) -> Callable[..., object]:
-        def excepthook(kind: Any, value: Any, traceback: Any) -> object:
+    def _wrap(self, original: Callable[..., object]) -> Callable[..., object]:
+        def excepthook(*arguments: Any) -> object:
             try:
-                self._run(value, ending=True)
+                self._run(arguments)
             finally:  # a signal handler may raise while we wait: the job's own error is shown first
-                shown = original(kind, value, traceback)
+                shown = original(*arguments)
             return shown
 
         return excepthook
 
-    def _wrap_threading(self, original: Callable[..., object]) -> Callable[..., object]:
-        def excepthook(arguments: Any) -> object:
-            try:
-                self._run(getattr(arguments, "exc_value", None), ending=False)
-            finally:
-                shown = original(arguments)
-            return shown
-
-        return excepthook
-
-    def _run(self, error: BaseException | None, *, ending: bool) -> None:
-        if not self._open or self._pid != os.getpid():
+    def _run(self, arguments: tuple[Any, ...]) -> None:
+        if not self._patches or self._pid != os.getpid():
             return
+        ending = len(arguments) > 1  # (type, value, traceback); one object for a thread
+        error = arguments[1] if ending else getattr(arguments[0], "exc_value", None)
         try:
             self._before(error, ending)
         except KeyboardInterrupt:
-            pass  # somebody does not want to wait: the job's own exception is shown now
+            pass  # the user does not want to wait: the job's own exception is shown now
         except Exception:
-            _log.warning("an out-of-memory could not be waited for", exc_info=True)
+            _log.warning("waiting for the report of an out-of-memory failed", exc_info=True)
 
 
 BUDGET_SECONDS = 0.2
-"""What the snapshot may take of a thread that goes on."""
+"""What the snapshot may take of a thread that continues."""
 
 LATE_BUDGET_SECONDS = 2.0
-"""The same on the way out of the process."""
+"""The same in an excepthook."""
 
 REST_SECONDS = 60.0
-"""On one device no second failure is looked at within this time."""
+"""On one device no second failure is read within this time."""
 
-TELL_SECONDS = 1.0
-"""Of failures that are only counted, somebody is told so often."""
+COUNTED_SECONDS = 1.0
+"""How often failures that are only counted are reported."""
 
 _ATTACH = "_cuda_attach_out_of_memory_observer"
 _MOST_CAUSES = 16
@@ -127,7 +112,7 @@ class SnapshotSource(Protocol):
     """What is read at the moment of a failure."""
 
     def read_at_once(self, budget_seconds: float) -> Reading | None:
-        """The snapshot, on the calling thread; None where it would take longer.
+        """The snapshot, on the calling thread; None if it would take longer.
 
         Raises:
             CaptureError: the allocator could not be read.
@@ -135,7 +120,7 @@ class SnapshotSource(Protocol):
         ...
 
     def completed(self, reading: Reading) -> Reading:
-        """The reading with what took too long for that thread; on ours."""
+        """The reading with the parts that took too long for that thread; called on ours."""
         ...
 
 
@@ -144,8 +129,8 @@ class Failure:
     """An allocation that failed, and what the allocator held.
 
     Attributes:
-        reading: None where it could not be had in time.
-        late: it was taken on the way out, after the stack had begun to unwind.
+        reading: None if it could not be taken in time.
+        late: it was taken in an excepthook, after the stack had begun to unwind.
     """
 
     oom: OutOfMemory
@@ -154,13 +139,13 @@ class Failure:
 
 
 class OomWatch:
-    """Looks at failures from `start` to `stop`.
+    """Reads failures from `start` to `stop`.
 
     Args:
         source: read at the moment of a failure.
         counters: `exporter_errors` of stage `oom`, and `exporter_stall_seconds` of snapshots.
-        on_failure: called with each failure that was looked at; must be quick and not wait.
-        on_counted: called where failures were only counted, once a second at most; the same.
+        on_failure: called with each failure that was read; must be quick and not wait.
+        on_counted: called when failures were only counted, once a second at most; the same.
         monotonic: seconds of a clock that never goes back.
     """
 
@@ -182,13 +167,13 @@ class OomWatch:
         self._busy = threading.Lock()
         self._looked: dict[int, float] = {}
         self._unseen: dict[int, int] = {}
-        self._told = float("-inf")
+        self._reported = float("-inf")
         self._unread: tuple[int, int, int, int] | None = None
-        self._said = False
+        self._logged = False
 
     @property
     def busy(self) -> bool:
-        """Whether a failure is looked at just now."""
+        """Whether a failure is being read."""
         return self._busy.locked()
 
     def start(self) -> None:
@@ -197,45 +182,45 @@ class OomWatch:
         _SLOT.watch = self
 
     def stop(self) -> None:
-        """Hear of nothing any more."""
+        """Observe nothing any more."""
         if _SLOT.watch is self:
             _SLOT.watch = None
 
     def failed(self, device: int, asked: int, limit: int, free: int) -> None:
         """An allocation failed; called by torch on the thread that asked. Never raises.
 
-        What a signal handler of the job raises in here is the job's own and is passed on.
+        An exception of a signal handler of the job is the job's own and is passed on.
         """
         try:
             if self._pid == os.getpid():
                 self._failed(device, asked, limit, free)
         except Exception as error:
-            self._broken(error)
+            self._log_error(error)
 
-    def on_way_out(self, error: BaseException | None) -> None:
-        """The process or a thread ends by an exception: look at a failure that was only counted.
+    def on_uncaught(self, error: BaseException | None) -> None:
+        """The process or a thread ends by an exception: read a failure that was only counted.
 
-        The memory is still held by the frames of the traceback.
+        The frames of the traceback still hold the memory.
         """
         unread = self._unread
         if unread is None or self._pid != os.getpid() or not is_out_of_memory(error):
             return
         try:
             self._look(*unread, late=True)
-        except Exception as broken:
-            self._broken(broken)
+        except Exception as failure:
+            self._log_error(failure)
 
     def _failed(self, device: int, asked: int, limit: int, free: int) -> None:
         now = self._monotonic()
         last = self._looked.get(device)
-        # another thread's failure is looked at just now: this one is counted, nobody waits
+        # counted without waiting while another thread's failure is being read
         if (last is not None and now - last < REST_SECONDS) or not self._busy.acquire(
             blocking=False
         ):
             self._unseen[device] = self._unseen.get(device, 0) + 1
             self._unread = (device, asked, limit, free)
-            if now - self._told >= TELL_SECONDS:
-                self._told = now
+            if now - self._reported >= COUNTED_SECONDS:
+                self._reported = now
                 self._on_counted()
             return
         try:
@@ -249,8 +234,8 @@ class OomWatch:
         reading = self._read(LATE_BUDGET_SECONDS if late else BUDGET_SECONDS)
         if reading is None and not late:
             self._unread = (device, asked, limit, free)
-        self._told = self._monotonic()
-        # what is looked at late was counted as unseen when it happened
+        self._reported = self._monotonic()
+        # a failure that is read late was counted as unseen when it happened
         unseen = max(self._unseen.pop(device, 0) - late, 0)
         oom = OutOfMemory(
             oom_id=_new_id(),
@@ -267,24 +252,24 @@ class OomWatch:
     def _read(self, budget_seconds: float) -> Reading | None:
         try:
             reading = self._source.read_at_once(budget_seconds)
-        except BusyError:  # the driver holds this process: counted, not looked at
+        except BusyError:  # the driver holds this process: counted, not read
             return None
         except Exception as error:
-            self._broken(error)
+            self._log_error(error)
             return None
         if reading is not None:
             self._counters.add("exporter_stall_seconds", reading.stall_seconds)
         return reading
 
-    def _broken(self, error: Exception) -> None:
+    def _log_error(self, error: Exception) -> None:
         self._counters.add("exporter_errors", stage="oom")
-        if not self._said:
-            self._said = True
-            _log.warning("an out-of-memory could not be looked at: %s", error)
+        if not self._logged:
+            self._logged = True
+            _log.warning("an out-of-memory could not be read: %s", error)
 
 
 class _Slot:
-    """Who hears of failures now: the observer itself lives as long as the process."""
+    """The watch that observes failures now: the observer itself lives as long as the process."""
 
     def __init__(self) -> None:
         self.watch: OomWatch | None = None
@@ -312,16 +297,16 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     """Whether an exception is torch's OutOfMemoryError, or was raised because of one."""
     waiting, seen = [error], 0
     while waiting and seen < _MOST_CAUSES:
-        one = waiting.pop()
-        if one is None:
+        cause = waiting.pop()
+        if cause is None:
             continue
-        if any(kind.__name__ == "OutOfMemoryError" for kind in type(one).__mro__):
+        if any(kind.__name__ == "OutOfMemoryError" for kind in type(cause).__mro__):
             return True
         seen += 1
-        waiting += [one.__context__, one.__cause__]
+        waiting += [cause.__context__, cause.__cause__]
     return False
 
 
 def _new_id() -> str:
-    """When, for people who choose one of a list, and what no other process makes."""
+    """The time, for people, and a random part that no other process has."""
     return f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.urandom(5).hex()}"

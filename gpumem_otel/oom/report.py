@@ -1,4 +1,4 @@
-"""What is known of an allocation that failed, and how people and machines are told."""
+"""What is known of an allocation that failed, as a log entry and as a line of JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from gpumem_otel.base.profile import DeviceTotals, HeapProfile, Sample, Stack
 
 OOM_EVENT = "gpumem_oom"
-"""Value of `event` in the JSON line: what a log pipeline filters by."""
+"""Value of `event` in the JSON line, for filters of log pipelines."""
 
 TOP_HOLDERS = 5
 _JSON_FRAMES = 4
-_CLASSES = frozenset(found.value for found in TensorClass)
+_CLASSES = frozenset(each.value for each in TensorClass)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +28,12 @@ class OutOfMemory:
     """What torch says about an allocation that failed.
 
     Attributes:
-        oom_id: no other failure has it, on whatever rank: label of its profile.
-        limit_bytes: what the job may take of the device, as the exception says it.
+        oom_id: unique over all ranks; label of its profile.
+        limit_bytes: what the job may take of the device, as in the exception.
         free_bytes: free on the device.
         time_ns: nanoseconds since 1970.
-        thread: name of the thread that asked.
-        unseen: failures on this device before it, since the last one that was looked at.
+        thread: name of the thread that allocated.
+        unseen: failures on this device before it, since the last one that was read.
     """
 
     oom_id: str
@@ -48,7 +48,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True, slots=True)
 class HoldingStack:
-    """One stack and what it holds, its class apart from it ("" where none is known)."""
+    """One stack and what it holds; its tensor class is separate, "" if unknown."""
 
     stack: Stack
     objects: int
@@ -58,12 +58,12 @@ class HoldingStack:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """All that is told about one failure.
+    """Everything that is reported about one failure.
 
     Attributes:
-        profile: of the device that it happened on; None where there is none.
-        books: of the same snapshot; None where there is none.
-        note: how the profile was had, one sentence; "" for the moment of the failure itself.
+        profile: of its device; None if there is none.
+        books: of the same snapshot; None if there is none.
+        note: when the profile was taken, one clause; "" for the moment of the failure itself.
     """
 
     oom: OutOfMemory
@@ -75,7 +75,7 @@ class Account:
 
 
 def cached_by_cause(books: DeviceTotals) -> dict[str, int]:
-    """Reserved but not allocated, by cause, as `gpumem_cached_bytes` names them; zeros left out."""
+    """Reserved but not allocated, by the causes of `gpumem_cached_bytes`; without zeros."""
     parts = {
         "waiting_for_stream": books.pending_free_bytes,
         "split_remainders": books.split_remainder_bytes,
@@ -86,7 +86,7 @@ def cached_by_cause(books: DeviceTotals) -> dict[str, int]:
 
 
 def split_class(sample: Sample) -> tuple[Stack, str]:
-    """A sample's stack and its tensor class, wherever the class stands; "" where none does."""
+    """A sample's stack and its tensor class, from the label or the root frame; "" without one."""
     for name, value in sample.labels:
         if name == CLASS_LABEL:
             return sample.frames, value
@@ -99,15 +99,15 @@ def split_class(sample: Sample) -> tuple[Stack, str]:
 def holders(profile: HeapProfile, number: int = TOP_HOLDERS) -> list[HoldingStack]:
     """The stacks that hold most, the largest first."""
     largest = sorted(profile.samples, key=lambda sample: -sample.size_bytes)[:number]
-    found = []
+    stacks = []
     for sample in largest:
         stack, tensor_class = split_class(sample)
-        found.append(HoldingStack(stack, sample.objects, sample.size_bytes, tensor_class))
-    return found
+        stacks.append(HoldingStack(stack, sample.objects, sample.size_bytes, tensor_class))
+    return stacks
 
 
 def class_totals(profile: HeapProfile) -> dict[str, int]:
-    """Bytes of each tensor class, the largest first; {} where no class is known."""
+    """Bytes of each tensor class, the largest first; {} if no class is known."""
     totals: dict[str, int] = {}
     for sample in profile.samples:
         tensor_class = split_class(sample)[1]
@@ -119,7 +119,7 @@ def class_totals(profile: HeapProfile) -> dict[str, int]:
 def json_line(account: Account) -> str:
     """The failure as one line of JSON, without a line end; keys are stable."""
     oom, books, profile = account.oom, account.books, account.profile
-    told: dict[str, object] = {
+    line: dict[str, object] = {
         "event": OOM_EVENT,
         "rank": account.rank,
         "device": oom.device,
@@ -135,10 +135,10 @@ def json_line(account: Account) -> str:
         "top": [_as_json(holder) for holder in holders(profile)] if profile else [],
     }
     if oom.unseen:
-        told["unseen"] = oom.unseen
+        line["unseen"] = oom.unseen
     if account.note:
-        told["note"] = account.note
-    return json.dumps(told, separators=(",", ":"))
+        line["note"] = account.note
+    return json.dumps(line, separators=(",", ":"))
 
 
 def _as_json(holder: HoldingStack) -> dict[str, object]:
@@ -152,14 +152,14 @@ def _as_json(holder: HoldingStack) -> dict[str, object]:
 
 
 def log_block(account: Account) -> str:
-    """The failure for people: what was asked, what there was, and who holds the rest."""
+    """The failure for people: the request, the free memory, and what holds the rest."""
     oom, books, profile = account.oom, account.books, account.profile
-    what = (
+    failure = (
         f"out of memory on device {oom.device} of rank {account.rank}: asked for "
         f"{human_bytes(oom.asked_bytes)}, {human_bytes(oom.free_bytes)} of the device are free, "
         f"the job may take {human_bytes(oom.limit_bytes)}"
     )
-    lines = [what, _circumstances(account)]
+    lines = [failure, _circumstances(account)]
     if books is not None:
         cached = books.reserved_bytes - books.allocated_bytes
         line = f"  allocated {human_bytes(books.allocated_bytes)}, cached {human_bytes(cached)}"

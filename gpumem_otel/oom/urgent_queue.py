@@ -1,7 +1,7 @@
-"""Work that can not wait for the background thread, which may be inside a push that hangs.
+"""A queue for work that cannot wait for the background thread, whose push may hang.
 
-The thread lives only while there is something to do: a process whose allocations never fail never
-has it. A daemon, so that it holds up nothing; whoever ends the process waits, within a bound.
+Its thread lives only while there is something to do: a process whose allocations never fail never
+has it. It is a daemon, so that it blocks no exit; the end of the process waits within a bound.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 THREAD_NAME = "gpumem-otel-oom"
 MAX_WAITING = 32
-"""More is dropped, the oldest first, and told: a failure a minute and device is all that comes."""
+"""More is dropped and reported, the oldest first; one failure a minute and device is normal."""
 
 _Item = TypeVar("_Item")
 _log = named_logger("gpumem_otel.oom")
 
 
 class UrgentQueue(Generic[_Item]):
-    """Hands items to `handle` one by one, in the order in which they came.
+    """Gives items to `handle` one by one, in their order.
 
     Args:
         handle: called with an item and the seconds it may take.
-        seconds: what that is on the thread.
-        on_dropped: called where an item was dropped; must be quick and never raise.
+        seconds: that time on the thread.
+        on_dropped: called when an item was dropped; must be quick and never raise.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class UrgentQueue(Generic[_Item]):
         self._handle = handle
         self._seconds = seconds
         self._on_dropped = on_dropped
-        # a signal handler of the job may fail to allocate in the midst of `put`
+        # reentrant: a signal handler of the job may fail to allocate in the middle of `put`
         self._lock = threading.RLock()
         self._items: deque[_Item] = deque()
         self._thread: threading.Thread | None = None
@@ -54,8 +54,8 @@ class UrgentQueue(Generic[_Item]):
         """Have an item handled; returns at once and never raises.
 
         Args:
-            item: handed on.
-            once: not where the very same waits already.
+            item: for `handle`.
+            once: not if the same object waits already.
         """
         with self._lock:
             if not (once and any(waiting is item for waiting in self._items)):
@@ -70,14 +70,14 @@ class UrgentQueue(Generic[_Item]):
             self._thread = thread
         try:
             thread.start()
-        except RuntimeError:  # no thread is to be had, or the interpreter ends: `wait` does it
+        except RuntimeError:  # no thread can start, or the interpreter ends: `wait` does it
             with self._lock:
                 self._thread = None
 
     def wait(self, timeout: float) -> bool:
-        """Wait until all is handled, within so many seconds; whether it is.
+        """Wait until all is handled, within these seconds; whether it is.
 
-        Where there is no thread, the caller's own does the work.
+        Without a thread, the calling one does the work.
         """
         if self._idle.is_set():
             return True
@@ -94,7 +94,7 @@ class UrgentQueue(Generic[_Item]):
             pass
 
     def _next(self, seconds: float) -> bool:
-        """Handle one item; False where there was none, and the thread is over."""
+        """Handle one item; False if there was none, and the thread ends."""
         with self._lock:
             if not self._items:
                 self._thread = None
@@ -104,5 +104,5 @@ class UrgentQueue(Generic[_Item]):
         try:
             self._handle(item, seconds)
         except Exception:
-            _log.warning("an out-of-memory was not told of", exc_info=True)
+            _log.warning("an out-of-memory was not reported", exc_info=True)
         return True

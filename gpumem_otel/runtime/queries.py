@@ -1,8 +1,7 @@
-"""What the parts ask of a running process: who it is, its metrics, its profiles, its health.
+"""Answers questions about this process: its identity, metrics, profiles and health.
 
-An `Queries` lives from arming to stopping. It starts nothing and holds no lock but its own, which
-is never held while a lock of anybody else is wanted: the job's own MeterProvider may ask from
-within a lock of the SDK.
+It starts nothing. Its lock is never held while another lock is wanted: the job's own MeterProvider
+may ask from within a lock of the SDK.
 """
 
 from __future__ import annotations
@@ -10,9 +9,8 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
-from gpumem_otel.base.gate import QuietGate
 from gpumem_otel.base.profile import ProfileKind, StepStats
 from gpumem_otel.errors import BusyError, CaptureError
 from gpumem_otel.metrics.observation import Observation
@@ -22,81 +20,100 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from gpumem_otel.base.counters import Counters
+    from gpumem_otel.base.gate import QuietGate
     from gpumem_otel.base.profile import HeapProfile, Identity
     from gpumem_otel.capture.derived_profiles import DerivedProfiles
     from gpumem_otel.capture.gil_pacing import Pacer
     from gpumem_otel.capture.profile_reader import LiveProfileReader
+    from gpumem_otel.runtime.teardown import Teardown
     from gpumem_otel.serve.dependencies import Health
     from gpumem_otel.settings.config import Config
     from gpumem_otel.snapshot.reading import Source
+    from gpumem_otel.yielding.engine.safepoint import SafePoints
+    from gpumem_otel.yielding.protocols import YieldControl
     from gpumem_otel.yielding.values import YieldStatus
 
 OBSERVE_SECONDS = 1.0
-"""Metrics are answered from values at most this old."""
+"""Metrics are made from values at most this old."""
 
 WAIT_SECONDS = 1.0
-"""How long a question waits for one before it, then takes the last answer: a driver that hangs
-must hold neither a scrape nor the end of the process."""
+"""How long one question waits for another, before it takes the last answer: a driver that hangs
+must block neither a scrape nor the end of the process."""
 
 LATE_INTERVALS = 3
 """A push is late after so many intervals."""
 
 
+class AgentView(Protocol):
+    """What queries and components use of their agent; see `agent.Agent`."""
+
+    config: Config
+    environ: Mapping[str, str]
+    counters: Counters
+    gate: QuietGate
+    pacer: Pacer
+    teardown: Teardown
+    safe_points: SafePoints
+    on_profiles: tuple[Callable[[ProfileKind, tuple[HeapProfile, ...]], None], ...]
+
+    def observe(self) -> Observation | None:
+        """Values of all metrics."""
+        ...
+
+    def yield_status(self) -> YieldStatus | None:
+        """Where the process stands between yield and restore; None without an engine."""
+        ...
+
+    def engine_of_yields(self) -> YieldControl:
+        """The engine of yields, made when it is first asked for."""
+        ...
+
+
 class Queries:
-    """Answers out of a source, its reader and our own counters; safe from any thread.
+    """Answers from a source, its reader and our own counters; safe from any thread.
 
     Args:
-        config: everything resolved.
-        environ: the process's environment, for the launcher's variables.
+        agent: whose process it is.
         source: what is read.
         reader: profiles of it.
-        counters: what the parts count about themselves.
-        pacer: gives up the interpreter lock between slices of encoding.
-        beside: profiles that go with a live read-out.
-        live_process: whether the source is this process's own torch, not a recording.
-        gate: while it is closed torch is asked nothing, and the last values are given.
+        derived: profiles that are made from a live read-out.
+        live: whether the source is this process's own torch, not a recording.
 
     Attributes:
-        yield_status: asks where the process stands between yield and restore; None where nobody
-            can ask it to give its memory back.
-        step_stats: asks for the steps so far, of who counts or has recorded them.
-        interval_seconds: asks for the interval between pushes as it is now.
-        beside: profiles that go with a live read-out.
-        last_read_ns: when the last live read-out was made, 0 before.
+        step_stats: asks for the steps so far.
+        interval_seconds: asks for the present interval between pushes.
+        last_read_ns: time of the last live read-out, 0 before the first.
     """
 
     def __init__(
         self,
-        config: Config,
-        *,
-        environ: Mapping[str, str],
+        agent: AgentView,
         source: Source,
+        *,
         reader: LiveProfileReader,
-        counters: Counters,
-        pacer: Pacer,
-        beside: DerivedProfiles,
-        live_process: bool,
-        gate: QuietGate | None = None,
+        derived: DerivedProfiles,
+        live: bool,
     ) -> None:
-        self._gate = gate or QuietGate()
+        config = agent.config
         self.step_stats: Callable[[], StepStats] = StepStats
-        self.yield_status: Callable[[], YieldStatus | None] = lambda: None
         self.interval_seconds: Callable[[], float] = lambda: config.profiles.interval_seconds
         self.last_read_ns = 0
-        self._values_ns = 0  # of what the metrics were last answered from
+        self.derived = derived
         self._config = config
         self._source = source
         self._reader = reader
-        self._counters = counters
-        self._pacer = pacer
-        self.beside = beside
-        self._live_process = live_process
+        self._counters = agent.counters
+        self._pacer = agent.pacer
+        self._gate = agent.gate
+        self._yield_status = agent.yield_status
+        self._live = live
+        self._values_ns = 0  # of the values that metrics were last made from
         self._lock = threading.Lock()
         self._observed: tuple[float, Observation | None] = (float("-inf"), None)
         self._started = time.monotonic()
         self._home_device = self._first_device()
         self._identity = ranks.identify(
-            environ,
+            agent.environ,
             service_name=config.service_name,
             namespace=config.namespace,
             run_id=config.run_id,
@@ -109,22 +126,22 @@ class Queries:
         devices = self.devices()
         if devices:
             return devices[0]
-        return current_device() if self._live_process else 0
+        return current_device() if self._live else 0
 
     def devices(self) -> tuple[int, ...]:
-        """Devices that are read, sorted; () where none is used yet."""
+        """Devices that are read, sorted; () if none is used yet."""
         return self._source.status().devices
 
     def steps(self) -> StepStats:
-        """The steps so far, of who counts them by now."""
+        """The steps so far; `step_stats` may be replaced meanwhile."""
         return self.step_stats()
 
     def identity(self) -> Identity:
-        """Who this process is, read again once torch.distributed and its devices are known."""
+        """Who this process is; completed once torch.distributed and its devices are known."""
         from gpumem_otel.capture.process_facts import device_uuids, distributed_rank
 
         identity = self._identity
-        if not self._live_process:
+        if not self._live:
             return identity
         known = distributed_rank()
         if known is not None and known != (identity.rank, identity.world_size):
@@ -132,18 +149,18 @@ class Queries:
         missing = [d for d in self.devices() if d not in identity.device_uuids]
         if missing and self._gate.enter():
             try:
-                found = device_uuids(missing)
+                uuids = device_uuids(missing)
             finally:
                 self._gate.leave()
-            identity = replace(identity, device_uuids={**identity.device_uuids, **found})
+            identity = replace(identity, device_uuids={**identity.device_uuids, **uuids})
         self._identity = identity
         return identity
 
     def observe(self) -> Observation | None:
-        """Everything the METRICS table reads from, at most a second old; None: nothing is armed.
+        """Everything that the METRICS table reads, at most a second old; None if nothing is armed.
 
-        While the driver holds this process, what the allocator and the driver said last, with the
-        time of it; all else is of now.
+        While the driver holds this process, the values of the allocator and the driver are the last
+        ones, with their time; all others are current.
 
         Raises:
             CaptureError: the allocator could not be read.
@@ -151,10 +168,10 @@ class Queries:
         if not self._lock.acquire(timeout=WAIT_SECONDS):
             return self._observed[1]
         try:
-            taken, last = self._observed
-            if time.monotonic() - taken < OBSERVE_SECONDS:
-                return last
+            observed_at, last = self._observed
             started = time.monotonic()
+            if started - observed_at < OBSERVE_SECONDS:
+                return last
             try:
                 observation = self._observe(last)
             except Exception:
@@ -168,7 +185,7 @@ class Queries:
             self._lock.release()
 
     def forget(self) -> None:
-        """Answer the next question for metrics from values of now: something has happened."""
+        """Read the values anew at the next question for metrics: something has happened."""
         if self._lock.acquire(timeout=WAIT_SECONDS):
             try:
                 self._observed = (float("-inf"), self._observed[1])
@@ -181,10 +198,10 @@ class Queries:
             return None
         time_ns = time.time_ns()
         try:
-            # a driver that fails is said by the status; the counters of before would be a lie
+            # the status reports a driver that fails; the last counters would be wrong
             devices = () if status.reason == "error" else self._source.stats()
         except BusyError:
-            # without values of before there are no rows of the allocator, and none end
+            # without earlier values there are no rows of the allocator; none end
             devices = () if last is None else last.devices
             time_ns = time_ns if last is None else last.time_ns
         if devices:
@@ -199,7 +216,7 @@ class Queries:
             classes=self._reader.classes(),
             steps=self.step_stats(),
             counters=self._counters.snapshot(),
-            yields=self.yield_status(),
+            yields=self._yield_status(),
         )
 
     def profile(
@@ -212,7 +229,7 @@ class Queries:
         """Gzipped pprof for the listener: all devices (or one) in one profile.
 
         Raises:
-            CaptureError: it can not be had here.
+            CaptureError: this process has no such profile.
             ValueError: there is no such device.
         """
         from gpumem_otel.profiles.pprof import gzip_bytes
@@ -221,13 +238,13 @@ class Queries:
             used = ", ".join(str(known) for known in self.devices()) or "none"
             raise ValueError(f"device {device} is not used by this process; used: {used}")
         if kind is ProfileKind.LIVE:
-            profiles = self._live()
+            profiles = self._read_live()
         elif kind is ProfileKind.PINNED:
-            self._live()
-            profiles = self.beside.pinned(time.time_ns())
-            device = None  # host memory is of none
+            self._read_live()
+            profiles = self.derived.pinned(time.time_ns())
+            device = None  # host memory belongs to none
         elif kind is ProfileKind.GROWTH:
-            profiles = self.beside.growth()
+            profiles = self.derived.growth()
         else:
             window = seconds or self._config.profiles.allocated_window_seconds
             windows = self._reader.windows
@@ -236,11 +253,11 @@ class Queries:
         if device is not None:
             profiles = tuple(profile for profile in profiles if profile.device == device)
             if not profiles:
-                raise CaptureError(f"read: nothing is known of device {device} just now")
+                raise CaptureError(f"read: device {device} has no such profile now")
         return gzip_bytes(self._encode(profiles, kind, {"rank": str(self.identity().rank)}))
 
-    def _live(self) -> tuple[HeapProfile, ...]:
-        """What is alive; while the driver holds this process what was alive before, and it says so.
+    def _read_live(self) -> tuple[HeapProfile, ...]:
+        """What is alive; while the driver holds this process the last such profile, with a comment.
 
         Raises:
             BusyError: nothing was read before.
@@ -254,8 +271,8 @@ class Queries:
             if last is None:
                 raise
             age_seconds, profiles = last
-            told = f"read {age_seconds:.0f} s before it was asked for: {error}"
-            return tuple(with_comments(profile, (told,)) for profile in profiles)
+            comment = f"read {age_seconds:.0f} s before it was asked for: {error}"
+            return tuple(with_comments(profile, (comment,)) for profile in profiles)
 
     def encode(self, profile: HeapProfile) -> bytes:
         """One profile of one device as uncompressed pprof within the budget."""
@@ -284,7 +301,7 @@ class Queries:
         return data
 
     def health(self) -> Health:
-        """How the exporter is, for /healthz: says nothing about the job."""
+        """The exporter's own health, for /healthz; it says nothing about the job."""
         from gpumem_otel.serve.dependencies import Health
 
         status = self._source.status()
@@ -292,7 +309,7 @@ class Queries:
         if not status.armed:
             reasons.append("nothing is armed")
         elif not status.supported:
-            reasons.append(f"profiles can not be had here: {status.reason}")
+            reasons.append(f"no profiles in this process: {status.reason}")
         ages = {}
         if self.last_read_ns:
             ages["read"] = (time.time_ns() - self.last_read_ns) / 1e9
@@ -314,7 +331,7 @@ class Queries:
         return Health(ok=not reasons, reasons=tuple(reasons), ages=ages)
 
     def describe(self) -> tuple[str, ...]:
-        """Sentences about this process, for the comments of each profile."""
+        """Facts about this process, for the comments of each profile."""
         from gpumem_otel.capture.process_facts import process_facts
 
         identity = self.identity()

@@ -1,35 +1,33 @@
-"""What was done to this process, and how to undo it; a failure of ours is counted, never raised."""
+"""Undoes what was started in this process; counts and logs our own failures instead of raising."""
 
 from __future__ import annotations
 
 import threading
 import time
+from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import GpumemError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from gpumem_otel.base.counters import Counters
 
 LEAST_STOP_SECONDS = 0.1
-"""What each part is given to stop when the bound is used up."""
+"""What each component gets to stop once the time for all of them is used up."""
 
 _log = named_logger("gpumem_otel.agent")
 
-Step: TypeAlias = "tuple[str, Callable[[float], object]]"
-"""The stage that failures are counted under, and the undoing, which is given the seconds left."""
-
 
 class FailureGuard:
-    """Runs an action of ours so that its failure is counted and logged once, never raised.
+    """Runs an action of ours; a failure is counted and logged once, never raised.
 
     Attributes:
-        failures: what the first one of each stage said; no exception, whose traceback would keep
-            a whole reading alive.
+        failures: the first message of each stage; not the exception, whose traceback would keep a
+            whole reading alive.
     """
 
     def __init__(self, counters: Counters) -> None:
@@ -37,14 +35,14 @@ class FailureGuard:
         self.failures: dict[str, str] = {}
 
     def run(self, stage: str, action: Callable[[], object]) -> bool:
-        """Whether the action went through."""
+        """Whether the action succeeded."""
         try:
             action()
         except Exception as error:
             self._counters.add("exporter_errors", stage=stage)
             if stage not in self.failures:
                 self.failures[stage] = str(error) or type(error).__name__
-                # what we say ourselves names the reason and the way out
+                # messages of our own name the reason and the way out: they need no traceback
                 known = isinstance(error, GpumemError)
                 _log.warning("%s failed, the job goes on: %s", stage, error, exc_info=not known)
             return False
@@ -52,28 +50,27 @@ class FailureGuard:
 
 
 class Teardown:
-    """Remembers how to undo what was started, from any thread.
+    """An ExitStack with a deadline, filled from any thread.
 
-    Args:
-        guard: runs what undoes.
+    Each `undo` is called with the seconds that it may take.
 
     Attributes:
-        guard: as it was given.
-        lock: guards the two below; never held while a part is started, stopped or asked.
-        over: whether all was undone, or is being: what starts now is undone at once.
-        steps: what is to be undone, the oldest first.
+        guard: runs what undoes.
+        lock: guards the fields; never held while a component is started, stopped or asked.
+        over: everything was undone, or is being undone: what starts now is undone at once.
     """
 
     def __init__(self, guard: FailureGuard) -> None:
         self.guard = guard
         self.lock = threading.Lock()
         self.over = False
-        self.steps: list[Step] = []
+        self._stack = ExitStack()
+        self._deadline = 0.0
 
     def begin(
         self, stage: str, start: Callable[[], object], undo: Callable[[float], object]
     ) -> None:
-        """Start a part, and remember how to undo it; one that fails half way is undone at once."""
+        """Start a component and remember how to undo it; undone at once if it fails half way."""
         try:
             start()
         except BaseException:
@@ -82,34 +79,35 @@ class Teardown:
         self.defer(stage, undo)
 
     def defer(self, stage: str, undo: Callable[[float], object]) -> None:
-        """Remember how to undo what was just done; `undo` is given the seconds that are left."""
+        """Remember how to undo what was just done."""
         with self.lock:
             if not self.over:
-                self.steps.append((stage, undo))
+                self._stack.callback(self._undo, stage, undo)
                 return
-        # ended meanwhile by another thread, which undid all it knew of
+        # another thread has ended all meanwhile, without knowing of this
         self.guard.run(stage, partial(undo, LEAST_STOP_SECONDS))
 
-    def end(self) -> list[Step]:
-        """Nothing is started any more; what is to be undone, the newest first."""
+    def _undo(self, stage: str, undo: Callable[[float], object]) -> None:
+        left = max(self._deadline - time.monotonic(), LEAST_STOP_SECONDS)
+        self.guard.run(stage, partial(undo, left))
+
+    def end(self) -> ExitStack:
+        """From now on nothing starts any more; what is to be undone."""
         with self.lock:
             self.over = True
-            steps, self.steps = self.steps, []
-        return steps[::-1]
+            return self._stack.pop_all()
 
-    def undo(self, steps: Iterable[Step], timeout: float) -> None:
-        """Undo all of it within the bound, in this order."""
-        deadline = time.monotonic() + timeout
-        for stage, action in steps:
-            left = max(deadline - time.monotonic(), LEAST_STOP_SECONDS)
-            self.guard.run(stage, partial(action, left))
+    def undo(self, stack: ExitStack, timeout: float) -> None:
+        """Undo all of it, the newest first, within these seconds."""
+        self._deadline = time.monotonic() + timeout
+        stack.close()
 
     def forget_parent(self, *, keep: bool) -> None:
-        """In a forked child: nothing is undone here that the parent did.
+        """In a forked child: do not undo what the parent did.
 
         Args:
-            keep: what is to be undone was inherited as a whole, and is this child's own now.
+            keep: all of it was inherited and is this child's own now.
         """
         self.lock = threading.Lock()
         if not keep:
-            self.steps = []
+            self._stack.pop_all()

@@ -20,7 +20,8 @@ from gpumem_otel.settings.files import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpumem_otel.settings.config import Secret, ServeConfig
+    from gpumem_otel.settings.config import ServeConfig
+    from gpumem_otel.settings.parsers import Secret
 
 # The TLS context of the listener, checked when it is built rather than at the first client.
 

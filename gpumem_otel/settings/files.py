@@ -1,9 +1,10 @@
-"""Files that settings name: tokens, certificates, keys. A job never waits for one.
+"""Reads files that settings name (tokens, certificates, keys), and private folders.
 
-To open a FIFO waits until somebody writes to it, and OpenSSL asks the terminal for the pass phrase
-of a key. Who would wait is the job, in `install()`, or a thread of ours for the rest of its life.
-So what is opened is looked at, and OpenSSL gets the descriptor's name: nothing that takes the
-file's place meanwhile is opened. Commands of a person may wait: `read_once`.
+A job never waits for such a file. Opening a FIFO blocks until a process writes to it, and OpenSSL
+asks the terminal for the pass phrase of a key: the job would wait in `install()`, or a thread of
+ours for the rest of its life. So only regular files are opened, and OpenSSL gets the name of the
+descriptor that was checked, so that no other file can take its place meanwhile. Commands that a
+person runs may wait: `read_once`.
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ if TYPE_CHECKING:
 
     from gpumem_otel.errors import GpumemError
 
-# A folder of files that only this user may see, also where it lies in /tmp.
-#
-# Others can write beside it, and may have put something in its place: what was really opened is
-# looked at, and must be ours, no symlink, and writable by nobody else.
+# Private folders, also in /tmp. Another user may have put something in the place of one: the opened
+# descriptor is checked. It must be ours, no symlink, and not writable by others.
 
 
 @contextlib.contextmanager
@@ -39,22 +38,22 @@ def opened(
     make: bool = False,
     root_sees_all: bool = False,
 ) -> Iterator[int]:
-    """A descriptor of the folder.
+    """Open a folder that only this user can write to; gives its descriptor.
 
     Args:
         folder: its path.
-        what: what it is, for messages: "run directory".
-        error: raised where it is not safe to use.
-        make: create it and the folders above it, for this user alone, where they are not there.
-        root_sees_all: root may open that of another user; what stands in it is theirs.
+        what: its name in messages: "run directory".
+        error: raised if it is not safe to use.
+        make: create it and the missing folders above it, for this user alone.
+        root_sees_all: root may open the folder of another user.
 
     Raises:
-        OSError: it can not be opened.
+        OSError: it cannot be opened.
     """
     if make:
         _make(Path(folder))
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    if not os.path.islink(folder):  # noqa: PTH114  the open below holds against a race
+    if not os.path.islink(folder):  # noqa: PTH114 - O_NOFOLLOW below refuses one that appears meanwhile
         descriptor = os.open(folder, flags)
     else:
         raise error(f"{what} {folder} is a symlink: give its target")
@@ -70,23 +69,23 @@ def opened(
 
 
 def _make(folder: Path) -> None:
-    """Each folder for this user alone: `mkdir(parents=True)` leaves those above to the umask."""
-    for one in (*reversed(folder.parents), folder):
-        if not one.exists():
+    """Make each folder for this user alone; `mkdir(parents=True)` applies the umask to parents."""
+    for part in (*reversed(folder.parents), folder):
+        if not part.exists():
             with contextlib.suppress(FileExistsError):
-                one.mkdir(mode=0o700)
+                part.mkdir(mode=0o700)
 
 
 def write_whole(folder: int, name: str, data: bytes) -> None:
-    """Write a file for this user alone, whole or not at all; one of that name is replaced.
+    """Write a file for this user alone, completely or not at all; replaces one of that name.
 
     Args:
         folder: descriptor of the folder.
         name: of the file.
-        data: what it holds.
+        data: its contents.
 
     Raises:
-        OSError: it can not be written.
+        OSError: it cannot be written.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     temporary = f".{name}"
@@ -101,28 +100,28 @@ def write_whole(folder: int, name: str, data: bytes) -> None:
 
 
 MOST_TOKEN_BYTES: Final = 16 * 1024
-"""Of a file that holds one token."""
+"""The largest file with one token."""
 
 _MOST_BYTES: Final = 4 << 20
-"""Of certificates; those of all authorities of a system are a quarter of a MiB."""
+"""The largest file of certificates; all authorities of a system take a quarter of a MiB."""
 
-_IN_MEMORY: Final = "/dev/shm"  # noqa: S108 - what lies there has no name
+_IN_MEMORY: Final = "/dev/shm"  # noqa: S108 - files there have no name
 
 _BEGIN: Final = b"-----BEGIN "
 _CERTIFICATE: Final = b"CERTIFICATE-----"
 _KEY: Final = b"PRIVATE KEY-----"
-"""How the lines end that begin a part of a PEM file, RFC 7468 and those before it."""
+"""Ends of the lines that begin a part of a PEM file: RFC 7468 and older forms."""
 
 _REASONS: Final = {
     None: "damaged",
     "KEY_VALUES_MISMATCH": "the key is another certificate's",
     "NO_CERTIFICATE_ASSIGNED": "the key is another certificate's",
 }
-"""By OpenSSL's names, x509err.h and sslerr.h; that of a broken PEM file does not come through."""
+"""By OpenSSL's names (x509err.h, sslerr.h); Python gives none for a broken PEM file."""
 
 
 def stamp(path: str) -> tuple[int, ...]:
-    """Differs once a file does; () of none."""
+    """A value that changes when the file does; () if there is no file."""
     try:
         status = os.stat(path)  # noqa: PTH116 - as it was given
     except (OSError, ValueError):
@@ -131,14 +130,14 @@ def stamp(path: str) -> tuple[int, ...]:
 
 
 def contents(path: str, most_bytes: int) -> bytes:
-    """What a file holds.
+    """Read a file.
 
     Args:
         path: of the file.
         most_bytes: more is refused.
 
     Raises:
-        ConfigError: it can not be read, is too large, or no regular file.
+        ConfigError: it cannot be read, is too large, or is not a regular file.
     """
     with _open(path) as file:
         try:
@@ -151,34 +150,28 @@ def contents(path: str, most_bytes: int) -> bytes:
 
 
 def client_context(ca_file: str) -> ssl.SSLContext:
-    """Of a client, as Python makes it.
+    """A TLS context for a client.
 
     Args:
-        ca_file: PEM, whom it trusts; "" for those that the system does.
+        ca_file: PEM, the authorities to trust; "" for those of the system.
 
     Raises:
-        ConfigError: the file can not be used.
+        ConfigError: the file cannot be used.
     """
     if not ca_file:
         return ssl.create_default_context()
-    with _open(ca_file) as file:
-        try:
-            return ssl.create_default_context(cafile=_name_of(file.fileno()))
-        except (OSError, ValueError) as error:
-            raise _no_authorities(error, ca_file, file) from error
+    with _authorities(ca_file) as name:
+        return ssl.create_default_context(cafile=name)
 
 
 def load_authorities(context: ssl.SSLContext, ca_file: str) -> None:
-    """Have a context trust whom the certificates of a PEM file have signed.
+    """Make a context trust the authorities of a PEM file.
 
     Raises:
-        ConfigError: it can not.
+        ConfigError: the file cannot be used.
     """
-    with _open(ca_file) as file:
-        try:
-            context.load_verify_locations(_name_of(file.fileno()))
-        except (OSError, ValueError) as error:
-            raise _no_authorities(error, ca_file, file) from error
+    with _authorities(ca_file) as name:
+        context.load_verify_locations(name)
 
 
 def load_certificate(
@@ -188,16 +181,16 @@ def load_certificate(
     *,
     key_setting: str,
 ) -> None:
-    """Have a context show this certificate.
+    """Make a context present this certificate.
 
     Args:
         context: of a server or a client.
-        cert_file: PEM, the certificate and those between it and the root.
+        cert_file: PEM, the certificate and its intermediates.
         key_file: PEM, its key without a pass phrase; "" where it is in `cert_file`.
-        key_setting: what names the key's file, for messages.
+        key_setting: the setting that names the key's file, for messages.
 
     Raises:
-        ConfigError: it can not.
+        ConfigError: a file cannot be used.
     """
     with ExitStack() as opened:
         cert = opened.enter_context(_open(cert_file))
@@ -219,52 +212,52 @@ def load_certificate(
 
 
 def read_once(path: str, kept: ExitStack) -> str:
-    """A name under which the functions here can read what is in a pipe, as often as they like.
+    """A path from which the contents of a pipe can be read several times.
 
-    For commands of a person, as with `<(...)` of a shell: waits for the pipe's end.
+    For commands that a person runs, as with `<(...)` of a shell: waits for the end of the pipe.
 
     Args:
         path: of a file, a pipe or a device.
-        kept: whose end is the end of what is kept.
+        kept: the copy is deleted when this closes.
 
     Returns:
-        Of a regular file, and of what can not be opened, the path; else that of a copy, which lies
-        in memory and has no name anywhere else.
+        The path itself for a regular file and for one that cannot be opened; else the path of a
+        copy in memory, which has no other name.
 
     Raises:
-        ConfigError: there is too much.
+        ConfigError: it is too large.
     """
     try:
         if not path or stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116 - as it was given
             return path
         with Path(path).open("rb") as pipe:
             data = pipe.read(_MOST_BYTES + 1)
-    except (OSError, ValueError):  # said by who reads it
+    except (OSError, ValueError):  # reported when it is read
         return path
     if len(data) > _MOST_BYTES:
         raise ConfigError(f"{path}: is larger than {_MOST_BYTES} bytes")
     folder = _IN_MEMORY if os.access(_IN_MEMORY, os.W_OK) else None
-    copy = kept.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - it is kept
+    copy = kept.enter_context(tempfile.TemporaryFile(dir=folder))  # noqa: SIM115 - closed by `kept`
     copy.write(data)
     copy.flush()
     return _name_of(copy.fileno())
 
 
 def _open(path: str) -> BinaryIO:
-    """A regular file; nothing else is opened.
+    """Open a regular file, and nothing else.
 
     Raises:
-        ConfigError: it can not be opened, or is no regular file.
+        ConfigError: it cannot be opened, or is not a regular file.
     """
     try:
-        looked_at = os.open(path, os.O_PATH | os.O_CLOEXEC)  # opens nothing yet, open(2)
+        checked = os.open(path, os.O_PATH | os.O_CLOEXEC)  # does not open the file itself, open(2)
         try:
-            mode = os.fstat(looked_at).st_mode
+            mode = os.fstat(checked).st_mode
             if not stat.S_ISREG(mode):
                 raise ConfigError(f"{path}: is no regular file")
-            return Path(_name_of(looked_at)).open("rb")
+            return Path(_name_of(checked)).open("rb")
         finally:
-            os.close(looked_at)
+            os.close(checked)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {_reason(error)}") from error
 
@@ -273,12 +266,19 @@ def _name_of(descriptor: int) -> str:
     return f"/proc/self/fd/{descriptor}"
 
 
-def _no_authorities(error: OSError | ValueError, path: str, file: BinaryIO) -> ConfigError:
-    return ConfigError(f"{path}: {_lacks(file, _CERTIFICATE) or _reason(error)}")
+@contextlib.contextmanager
+def _authorities(ca_file: str) -> Iterator[str]:
+    """A name for OpenSSL; its errors become ConfigError."""
+    with _open(ca_file) as file:
+        try:
+            yield _name_of(file.fileno())
+        except (OSError, ValueError) as error:
+            reason = _lacks(file, _CERTIFICATE) or _reason(error)
+            raise ConfigError(f"{ca_file}: {reason}") from error
 
 
 def _lacks(file: BinaryIO, part: bytes) -> str:
-    """What of a PEM file is not in it, "" where all is."""
+    """The part that a PEM file lacks, as a clause; "" if it has it."""
     file.seek(0)
     text = file.read(_MOST_BYTES)
     if _BEGIN not in text:

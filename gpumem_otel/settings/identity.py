@@ -1,6 +1,6 @@
-"""Who this process is in its job, from a mapping (the environment, as the entry points hand it in).
+"""Who this process is in its job, from the variables that launchers set.
 
-Launchers are asked in order of certainty: torchrun and everything that sets `RANK` (Kubeflow,
+Launchers in order of certainty: torchrun and everything that sets `RANK` (Kubeflow,
 Lightning, Accelerate), then Slurm's `srun`, then MPI (Open MPI, MPICH and Intel MPI), then an
 indexed Kubernetes Job.
 """
@@ -68,7 +68,7 @@ _LAUNCHERS = (
 )
 
 _NO_RUN_ID = {"", "none"}
-"""torchrun without a rendezvous id calls its run `none`: that tells no two runs apart."""
+"""torchrun without a rendezvous id calls its run `none`, which identifies no run."""
 
 
 def _text(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
@@ -76,8 +76,8 @@ def _text(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
 
 
 def _run_id(environ: Mapping[str, str], names: tuple[str, ...]) -> str:
-    found = (environ.get(name, "").strip() for name in names)
-    return next((value for value in found if value not in _NO_RUN_ID), "")
+    values = (environ.get(name, "").strip() for name in names)
+    return next((value for value in values if value not in _NO_RUN_ID), "")
 
 
 def _number(environ: Mapping[str, str], names: tuple[str, ...], default: int) -> int:
@@ -96,8 +96,8 @@ def identify(
     run_id: str = "",
     tags: tuple[tuple[str, str], ...] = (),
 ) -> Identity:
-    """Identity from the launcher's variables; without any it is rank 0 of 1."""
-    launcher = next((one for one in _LAUNCHERS if _text(environ, one.rank)), _LAUNCHERS[0])
+    """Identity from the launcher's variables; without them rank 0 of 1."""
+    launcher = next((each for each in _LAUNCHERS if _text(environ, each.rank)), _LAUNCHERS[0])
     run_id = run_id or _run_id(environ, launcher.run_id)
     rank = _number(environ, launcher.rank, 0)
     return Identity(
@@ -119,8 +119,8 @@ def identify(
 def in_notebook(modules: Mapping[str, object]) -> bool:
     """Whether this process is the kernel of a notebook (Jupyter, Colab, VS Code).
 
-    A kernel's shell, unlike the one of a terminal, knows its kernel. That `ipykernel` was imported
-    says less: progress bars and widgets do so in any process.
+    A kernel's shell has an attribute `kernel`, that of a terminal has none. Whether `ipykernel` was
+    imported does not decide it: progress bars and widgets import it in any process.
 
     Args:
         modules: of the process, `sys.modules`.
@@ -130,5 +130,5 @@ def in_notebook(modules: Mapping[str, object]) -> bool:
         return False
     try:
         return getattr(get_shell(), "kernel", None) is not None
-    except Exception:  # the shell is others' code, and this is only a question
+    except Exception:  # the shell is foreign code, and this only a question
         return False

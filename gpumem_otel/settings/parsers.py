@@ -1,7 +1,7 @@
-"""From a keyword's value or a variable's text to the value of a setting.
+"""Parsers that turn a keyword's value or a variable's text into the value of a setting.
 
 A parser raises `UnusableError`, whose text is one clause that follows the setting's name. Values
-that may hold a secret are never repeated in it.
+that may hold a secret never appear in it.
 """
 
 from __future__ import annotations
@@ -10,10 +10,6 @@ import os
 from collections.abc import Callable, Mapping
 from urllib.parse import unquote, urlsplit
 
-from gpumem_otel.settings.config import Secret
-
-# `name=value,name=value`: how OpenTelemetry's variables hold resource attributes and headers.
-
 
 def parse_pairs(text: str, *, strict: bool = False) -> dict[str, str]:
     """Pairs of a comma separated list, both sides percent-decoded; of a repeated name the last.
@@ -21,11 +17,11 @@ def parse_pairs(text: str, *, strict: bool = False) -> dict[str, str]:
     https://opentelemetry.io/docs/specs/otel/resource/sdk/#specifying-resource-information-via-an-environment-variable
 
     Args:
-        text: the list; empty parts of it are nothing.
-        strict: refuse a part that is no pair, instead of leaving it out.
+        text: the list; empty parts are ignored.
+        strict: refuse a part that is not a pair instead of ignoring it.
 
     Raises:
-        ValueError: such a part, in strict mode; its text is not repeated, it may be a secret.
+        ValueError: such a part, in strict mode; the message omits its text, which may be secret.
     """
     pairs: dict[str, str] = {}
     for part in text.split(","):
@@ -35,6 +31,31 @@ def parse_pairs(text: str, *, strict: bool = False) -> dict[str, str]:
         elif strict and part.strip():
             raise ValueError("a part is not name=value")
     return pairs
+
+
+class Secret:
+    """A string that neither repr nor str shows."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: str) -> None:
+        self._value = value
+
+    def reveal(self) -> str:
+        """The string itself, for the wire alone."""
+        return self._value
+
+    def __bool__(self) -> bool:
+        return bool(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Secret) and other._value == self._value
+
+    def __hash__(self) -> int:
+        return hash(("Secret", self._value))
+
+    def __repr__(self) -> str:
+        return "Secret('***')" if self._value else "Secret('')"
 
 
 Parser = Callable[[object], object]
@@ -53,24 +74,24 @@ def text(value: object) -> str:
 
 
 def path(value: object) -> str:
-    """A path, from the root on: a job may go to another folder later. "" as it is."""
+    """An absolute path, since a job may change its folder later; "" stays as it is."""
     name = text(value)
     try:
-        possible = b"\0" not in os.fsencode(name)
+        is_path = b"\0" not in os.fsencode(name)
     except UnicodeEncodeError:
-        possible = False
-    if not possible:
-        raise UnusableError("must be a path, this can not be one")
+        is_path = False
+    if not is_path:
+        raise UnusableError("must be a path, which this cannot be")
     if not name or os.path.isabs(name):  # noqa: PTH117 - of a name as it was given
         return name
     try:
-        return os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118 - likewise
+        return os.path.join(os.getcwd(), name)  # noqa: PTH109, PTH118 - of a name as it was given
     except OSError:  # the folder is gone
         return name
 
 
 def flag(value: object) -> bool:
-    """True or false, and the words for it."""
+    """A boolean, or a word for one."""
     if isinstance(value, bool):
         return value
     word = value.strip().lower() if isinstance(value, str) else ""
@@ -88,37 +109,37 @@ def integer(low: int, high: int) -> Parser:
         if isinstance(value, bool) or not isinstance(value, (int, str)):
             raise UnusableError("must be a whole number")
         try:
-            found = int(value)
+            parsed = int(value)
         except ValueError:
             raise UnusableError("must be a whole number") from None
-        if not low <= found <= high:
+        if not low <= parsed <= high:
             raise UnusableError(f"must be between {low} and {high}")
-        return found
+        return parsed
 
     return parse
 
 
 def number(low: float, high: float, *, scale: float = 1.0) -> Parser:
-    """A number within bounds; scale is for text alone: variables may have another unit."""
+    """A number within bounds; `scale` applies to text alone, as variables may have another unit."""
 
     def parse(value: object) -> float:
         if isinstance(value, bool) or not isinstance(value, (int, float, str)):
             raise UnusableError("must be a number")
         try:
-            found = float(value) * (scale if isinstance(value, str) else 1.0)
+            parsed = float(value) * (scale if isinstance(value, str) else 1.0)
         except ValueError:
             raise UnusableError("must be a number") from None
         except OverflowError:
-            found = float("inf")
-        if not low <= found <= high:
+            parsed = float("inf")
+        if not low <= parsed <= high:
             raise UnusableError(f"must be between {low:g} and {high:g}")
-        return found
+        return parsed
 
     return parse
 
 
 def one_of(*allowed: str) -> Parser:
-    """One word of a few, in any case."""
+    """One of these words, in any case."""
 
     def parse(value: object) -> str:
         word = text(value).strip().lower()
@@ -130,17 +151,17 @@ def one_of(*allowed: str) -> Parser:
 
 
 def words(*allowed: str) -> Parser:
-    """Words, in a list or separated by commas; any where none are named."""
+    """Words, in a list or separated by commas: these, or any if none are given."""
 
     def parse(value: object) -> tuple[str, ...]:
         parts = value.split(",") if isinstance(value, str) else value
         if not isinstance(parts, (list, tuple, set, frozenset)):
             raise UnusableError("must be a list of words")
-        found = tuple(word for part in parts if (word := text(part).strip()))
-        for word in found:
+        stripped = tuple(word for part in parts if (word := text(part).strip()))
+        for word in stripped:
             if allowed and word not in allowed:
                 raise UnusableError(f"{word!r} is none of {', '.join(allowed)}")
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(stripped))
 
     return parse
 
@@ -168,17 +189,17 @@ def secret_pairs(value: object) -> tuple[tuple[str, Secret], ...]:
 
 
 def url(value: object) -> str:
-    """Absolute, http or https, without credentials and without a slash at the end."""
-    found = text(value).strip().rstrip("/")
-    if not found:
+    """An absolute http or https URL, without credentials; slashes at its end are removed."""
+    address = text(value).strip().rstrip("/")
+    if not address:
         return ""
     try:
-        parts = urlsplit(found)
+        parts = urlsplit(address)
         usable = parts.scheme in {"http", "https"} and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the text of urlsplit's own errors repeats the host, and what is before it
+    except ValueError:  # urlsplit's own message repeats the host and the credentials
         usable = False
     if not usable:
         raise UnusableError("must be an http:// or https:// URL, like http://host:4040")
     if "@" in parts.netloc:
         raise UnusableError("must not hold a user or password; use the basic auth settings")
-    return found
+    return address

@@ -178,7 +178,7 @@ def test_graphs_streams_and_out_of_memory_beside_the_agent(run):
             torch.cuda.empty_cache()
         stop.set()
         thread.join()
-        agent.answers._observed = (float("-inf"), None)
+        agent.queries._observed = (float("-inf"), None)
         stats = agent.observe().devices[0]
         tell(replayed=replayed, ooms=ooms, counted=stats.ooms, scrapes=len(scrapes),
              breached=agent.counters.get("readouts_breached"))
@@ -207,7 +207,7 @@ def test_a_forked_worker_that_owns_the_gpu_is_seen_and_its_parent_is_not(run):
                 text = scrape()
                 assert agent.flush(10)
                 os.write(pipe[1], json.dumps({
-                    "pid": os.getpid() == agent.answers.identity().pid,
+                    "pid": os.getpid() == agent.queries.identity().pid,
                     "metrics": 'gpumem_allocated_bytes{device="0",rank="0"}' in text,
                 }).encode())
                 gpumem_otel.uninstall()
@@ -320,7 +320,7 @@ def test_two_ranks_on_two_gpus(run, devices):
             restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
             tell(rank=rank, port=agent.address[1], restart=restart, used=list(
                      s.device for s in agent.observe().devices),
-                 read_ns=agent.answers.last_read_ns, info=[
+                 read_ns=agent.queries.last_read_ns, info=[
                      line for line in text.splitlines() if line.startswith("gpumem_target_info")],
                  breached=agent.counters.get("readouts_breached"))
             dist.barrier()

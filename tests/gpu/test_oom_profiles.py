@@ -146,7 +146,7 @@ def test_a_thousand_survived_failures_are_counted_and_cost_next_to_nothing(run, 
     with FakePyroscope() as server:
         done = run(
             LOOP + "agent = gpumem_otel.api.lifecycle.current()\n"
-            "agent.answers.forget()\n"
+            "agent.queries.forget()\n"
             "tell(counted=agent.observe().devices[0].ooms)\n",
             PYROSCOPE_SERVER_ADDRESS=server.url,
         )
@@ -165,7 +165,7 @@ def test_a_raising_observer_body_does_not_take_the_place_of_the_error(run):
         from gpumem_otel.api import lifecycle
         def broken(*_, **__):
             raise RuntimeError("defect of ours")
-        lifecycle.current()._ooms._watch._look = broken
+        lifecycle.current().ooms._watch._look = broken
         eat()
         """)
     assert done.returncode == 1

@@ -354,7 +354,7 @@ def test_a_job_that_records_itself_keeps_its_events(run):
 def test_growth_and_pinned_memory(run):
     run("""
         torch, agent = installed(profiles=("live", "growth", "pinned"), growth_pushes=1)
-        beside_live = agent.answers.beside
+        beside_live = agent.queries.derived
         beside_live.make(ProfileKind.GROWTH, agent.reader.live_now())
         def leak():
             return torch.ones(1 << 20, device="cuda")

@@ -154,7 +154,7 @@ def test_ranks_of_one_job_differ_by_rank_and_port(start):
     environ = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "r"}
     with FakePyroscope() as server:
         agent = start(environ, pyroscope_url=server.url, service_name="ranked")
-        assert agent.answers.identity().rank == 3
+        assert agent.queries.identity().rank == 3
         assert agent.flush(10)
         assert total(server.url, "ranked", selector=',rank="3",run_id="r"') >= ALLOCATED
 

@@ -55,15 +55,15 @@ def start(recording, tmp_path):
 
 def test_it_is_off_until_asked_for(start, tmp_path):
     agent = start(service_name="job")
-    assert agent._serves.control is None
+    assert agent.components.control is None
     assert not (tmp_path / "run").exists()
 
 
 def test_a_command_reaches_the_engine(start, tmp_path):
     agent = start({"GPUMEM_OTEL_CONTROL": "1"}, service_name="job")
-    assert agent._serves.control.wait(WAIT)
+    assert agent.components.control.wait(WAIT)
     (path,) = control_sockets(str(tmp_path / "run"))
-    assert agent._serves.control.socket_path == path
+    assert agent.components.control.socket_path == path
     state = call(path, "GET", "/v1/state").json
     assert state["process"]["service_name"] == "job"
     assert state["process"]["pid"] == os.getpid()
@@ -124,7 +124,7 @@ def test_a_mistake_in_the_settings_of_the_port_leaves_the_socket(
     with caplog.at_level(logging.WARNING):
         agent = start(control=True, **filled(options, unusable))
     assert agent.reader is not None
-    listener = agent._serves.control
+    listener = agent.components.control
     assert listener.wait(WAIT)
     assert call(listener.socket_path, "GET", "/v1/state").status == 200
     assert call(listener.socket_path, "POST", "/v1/yield").status == 202
@@ -145,7 +145,7 @@ def test_what_is_not_safe_is_not_begun_and_the_job_goes_on(
     with caplog.at_level(logging.WARNING):
         agent = start(control=True, run_dir="", **filled(options, unusable))
     assert agent.reader is not None
-    assert agent._serves.control is None
+    assert agent.components.control is None
     assert reason.format(**unusable) in caplog.text
     assert "x" * 20 not in caplog.text
     assert agent.counters.get("exporter_errors", stage="control") == 1
@@ -155,7 +155,7 @@ def test_a_port_whose_thread_can_not_start_leaves_the_socket(start, tokens, monk
     no_thread_for_ports(monkeypatch)
     options = {"control_host": "127.0.0.1", "control_port": 0, "control_token_file": tokens}
     agent = start(control=True, **options)
-    listener = agent._serves.control
+    listener = agent.components.control
     assert listener.wait(WAIT)
     assert call(listener.socket_path, "GET", "/v1/state").status == 200
     assert "no TCP port: the control listener can not be started" in caplog.text
@@ -164,14 +164,14 @@ def test_a_port_whose_thread_can_not_start_leaves_the_socket(start, tokens, monk
 
 def test_a_forked_child_does_not_listen(start, tmp_path):
     agent = start(control=True)
-    assert agent._serves.control.wait(WAIT)
-    path = agent._serves.control.socket_path
+    assert agent.components.control.wait(WAIT)
+    path = agent.components.control.socket_path
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             agent.after_fork_in_child()
-            code = int(agent._serves.control is not None)
+            code = int(agent.components is not None)
             agent.stop()
         finally:
             os._exit(code)
@@ -196,8 +196,8 @@ JOB = """
                   source=ReplaySource(recording, SystemClock()), environ={{}})
     agent.yields = YieldDouble(by_hand=True)
     lifecycle.adopt(agent)
-    assert agent._serves.control.wait(30)
-    print(agent._serves.control.socket_path, agent.yields.wait(-1, 0).version, flush=True)
+    assert agent.components.control.wait(30)
+    print(agent.components.control.socket_path, agent.yields.wait(-1, 0).version, flush=True)
     sys.stdin.readline()
 """
 

@@ -145,7 +145,7 @@ def test_a_forked_child_is_silent_and_the_parent_goes_on(run):
                         sockets += os.readlink(f"/proc/self/fd/{fd}").startswith("socket:")
                     except OSError:
                         pass
-                # two ends of asyncio's own wake-up pair remain, which nobody outside can see
+                # two ends of asyncio's own wake-up pair remain, which cannot be seen from outside
                 ok = (
                     threading.active_count() == 1 and agent.address is None
                     and agent.observe() is None and sockets <= 2

@@ -59,7 +59,7 @@ try:
     torch.fail(1)
 except torch.OutOfMemoryError:
     pass
-sys.excepthook = lambda *told: say(f"own hook: {told[0].__name__}")
+sys.excepthook = lambda *error: say(f"own hook: {error[0].__name__}")
 torch.fail(1 << 30)
 """
 SIGNAL = """
@@ -68,7 +68,7 @@ try:
     torch.fail(1 << 30)
 except torch.OutOfMemoryError:
     pass
-assert agent is None or agent._ooms.wait(30)
+assert agent is None or agent.ooms.wait(30)
 os.kill(os.getpid(), signal.SIGTERM)
 """
 JOBS = {
@@ -211,7 +211,7 @@ def test_a_raising_observer_body_does_not_take_the_place_of_the_error(run):
         head="""
         def broken(*_):
             raise RuntimeError("defect of ours")
-        agent._ooms._watch._look = broken
+        agent.ooms._watch._look = broken
         """,
     )
     assert done.returncode == 1

@@ -31,7 +31,7 @@ try:
     torch.fail(1 << 30)
 except torch.OutOfMemoryError:
     pass
-assert agent._ooms.wait(30)
+assert agent.ooms.wait(30)
 """
 
 

@@ -1,4 +1,4 @@
-"""The house as a test: who may import whom, which library lives where, and no circle of imports."""
+"""The layers: which folder may import which, where each library belongs, and no import cycle."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "gpumem_otel"
 MAY_IMPORT = {
     "errors": set(),
     "_version": set(),
-    "base": {"errors"},
+    "base": set(),
     "settings": {"base", "errors"},
     "snapshot": {"base", "errors"},
     "recording": {"base", "errors", "snapshot"},
@@ -29,7 +29,7 @@ MAY_IMPORT = {
     "yielding": {
         "_version", "base", "capture", "errors", "serve", "settings", "snapshot", "tensors",
     },
-    "metrics": {"_version", "base", "errors", "settings", "snapshot", "yielding"},
+    "metrics": {"_version", "base", "settings", "snapshot", "yielding"},
     "oom": {
         "base", "capture", "errors", "metrics", "profiles", "push", "recording", "serve",
         "settings", "snapshot",
@@ -39,8 +39,8 @@ MAY_IMPORT = {
         "recording", "serve", "settings", "snapshot", "yielding",
     },
     "api": {
-        "_version", "base", "capture", "errors", "line_profiling", "metrics", "page", "profiles",
-        "runtime", "settings", "snapshot", "tensors", "yielding",
+        "base", "capture", "errors", "line_profiling", "metrics", "page", "profiles", "runtime",
+        "settings", "snapshot", "tensors", "yielding",
     },
     "__init__": {"_version", "api", "errors"},
     "cli": {
@@ -49,7 +49,7 @@ MAY_IMPORT = {
     },
     "__main__": {"cli"},
 }  # fmt: skip
-"""Folder or top-level module -> what it may import besides itself; each only what stands above."""
+"""Folder or top-level module -> what it may import besides itself: only rows above its own."""
 
 HOMES = {
     "torch": ("capture/", "yielding/", "cli/demo/demo_model.py"),
@@ -63,21 +63,21 @@ HOMES = {
     "rich": ("cli/",),
     "pandas": ("api/", "line_profiling/render.py"),
 }
-"""Library -> the only files that may import it."""
+"""Library -> the only files that may import it; by the start of their paths."""
 
 PURE = ("base/", "snapshot/", "profiles/", "recording/", "page/", "yielding/values.py")
 NOT_PURE = (
     "base/clock.py", "base/gate.py", "base/logs.py", "base/threads.py", "recording/file.py",
     "recording/source.py", "page/html.py",
 )  # fmt: skip
-"""Values in, values out: the standard library alone, and none of it that has effects."""
+"""Pure code imports the standard library alone, and none of its modules that have effects."""
 
 EFFECTS = {
     "logging", "signal", "socket", "ssl", "subprocess", "tempfile", "time", "datetime",
 }  # fmt: skip
 
 MAY_IMPORT_BY_NAME = {"cli/main.py", "cli/demo/demo_train.py"}
-"""Files that import a module of ours by a name that is made while they run: the table of verbs."""
+"""Files that import a module of ours by a computed name: the table of verbs."""
 
 MOST_FILES = 25
 
@@ -105,16 +105,16 @@ def imports(path: Path) -> list[tuple[str, bool]]:
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
         for inner in ast.walk(node)
     }
-    found = []
+    modules = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found += [(alias.name, id(node) in typing_only) for alias in node.names]
+            modules += [(alias.name, id(node) in typing_only) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            modules = [name if name in MODULES else node.module or "" for name in names]
-            found += [(name, id(node) in typing_only) for name in dict.fromkeys(modules)]
-    return found
+            names = [name if name in MODULES else node.module or "" for name in names]
+            modules += [(name, id(node) in typing_only) for name in dict.fromkeys(names)]
+    return modules
 
 
 def folder(module: str) -> str:
@@ -137,8 +137,8 @@ def test_each_row_of_the_table_names_only_rows_above_it() -> None:
         above.add(name)
 
 
-def test_no_circle_of_imports() -> None:
-    """Those for type checkers count: nobody can read a file of a circle alone."""
+def test_no_import_cycle() -> None:
+    """Imports for type checkers count: no file of a cycle can be read alone."""
     edges = {
         name: {module for module, _ in imports(path) if module in MODULES and module != name}
         for name, path in MODULES.items()
@@ -146,12 +146,12 @@ def test_no_circle_of_imports() -> None:
     left = dict(edges)
     while free := {name for name, needed in left.items() if not needed & left.keys()}:
         left = {name: needed for name, needed in left.items() if name not in free}
-    assert not left, f"in or above a circle: {sorted(left)}"
+    assert not left, f"in a cycle or above one: {sorted(left)}"
 
 
 @pytest.mark.parametrize("path", FILES, ids=where)
 def test_no_import_by_name(path: Path) -> None:
-    """What is imported by a string is in no table."""
+    """The table cannot see an import by a string."""
     for node in ast.walk(ast.parse(path.read_text())):
         if not isinstance(node, ast.Call):
             continue
@@ -184,12 +184,12 @@ def test_environment_is_read_in_config_alone(path: Path) -> None:
             )
 
 
-def test_folders_are_small_and_say_what_they_are_for() -> None:
+def test_folders_are_small_and_documented() -> None:
     files = Counter(path.parent for path in FILES)
     for inside, count in files.items():
         assert count <= MOST_FILES, f"{inside} has {count} files"
         docstring = ast.get_docstring(ast.parse((inside / "__init__.py").read_text()))
-        assert docstring, f"{inside}/__init__.py does not say what the folder is for"
+        assert docstring, f"{inside}/__init__.py has no docstring"
 
 
 def test_no_public_class_name_twice() -> None:
@@ -203,7 +203,7 @@ def test_no_public_class_name_twice() -> None:
 
 
 def test_all_is_for_packages() -> None:
-    """A module's public names are those without an underscore; only a facade needs a list."""
+    """A module's public names are those without an underscore; only a façade needs a list."""
     for path in FILES:
         tree = ast.parse(path.read_text())
         lists = [ast.unparse(node) for node in tree.body if isinstance(node, ast.Assign)]

@@ -125,8 +125,8 @@ def test_without_a_gpu_install_is_silent_and_uninstall_leaves_nothing(run, order
         try:
             torch.ones(1, device="cuda")
         except (RuntimeError, AssertionError) as error:
-            told = str(error)
-        assert "NVIDIA driver" in told, told
+            shown = str(error)
+        assert "NVIDIA driver" in shown, shown
         assert threading.active_count() == 1
         assert sockets() == []
         assert not torch.cuda.is_initialized()
@@ -311,7 +311,7 @@ def work(pipe):
     with urllib.request.urlopen(f"http://{host}:{port}/metrics") as answer:
         text = answer.read().decode()
     (entry,) = rundir.targets(os.environ["GPUMEM_OTEL_RUN_DIR"])
-    pipe.send([before, os.getpid() == entry.pid == agent.answers.identity().pid, entry.port == port,
+    pipe.send([before, os.getpid() == entry.pid == agent.queries.identity().pid, entry.port == port,
                [line for line in text.splitlines()
                 if line.startswith(("gpumem_allocated_bytes{", "gpumem_steps_total{"))],
                allocator.mode])
@@ -389,8 +389,8 @@ def test_a_deprecated_name_of_torch_is_reported_where_the_job_used_it(run):
             print(error)
         """
     )
-    told, error = out.splitlines()
-    assert told == "[('<string>', 8)]"
+    shown, error = out.splitlines()
+    assert shown == "[('<string>', 8)]"
     assert error == "module 'torch' has no attribute 'no_such_name'"
 
 

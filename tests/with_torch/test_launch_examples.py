@@ -55,7 +55,7 @@ class Place:
             "PYTHONPATH": f"{TESTS}:{TESTS.parent}",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
-            "PYROSCOPE_SERVER_ADDRESS": "http://127.0.0.1:9",  # nobody
+            "PYROSCOPE_SERVER_ADDRESS": "http://127.0.0.1:9",  # no server
             "GPUMEM_OTEL_PORT": "0",
             "GPUMEM_OTEL_RUN_DIR": str(folder / "run"),
             "RECORDING": str(folder / "test.gpumem"),
@@ -101,8 +101,8 @@ def test_torchrun_example(tmp_path):
     place = Place(tmp_path, processes=2)
     shutil.copy(EXAMPLES / "torchrun.sh", tmp_path)
     # it goes to its own folder, and gives a run the id that it has not got
-    said = place.start(tmp_path / "torchrun.sh", "5")
-    (line,) = (one for one in said.splitlines() if not one.startswith("[Gloo]"))  # torch 2.8's
+    output = place.start(tmp_path / "torchrun.sh", "5")
+    (line,) = (line for line in output.splitlines() if not line.startswith("[Gloo]"))  # torch 2.8's
     assert re.fullmatch(r"step 5: loss \d\.\d{4}", line)
     ranks = place.ranks()
     check_ranks(ranks, [socket.gethostname()] * 2)

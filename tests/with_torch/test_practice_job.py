@@ -83,17 +83,17 @@ def test_the_page_has_samples_of_each_verb():
 
 
 def test_each_command_of_the_page_prints_what_the_page_shows(job, environ):
-    told = rf"train rank 0 \(pid {job.pid}\): (yield|restore)( has begun| waits|: [a-z]+.*)"
+    expected = rf"train rank 0 \(pid {job.pid}\): (yield|restore)( has begun| waits|: [a-z]+.*)"
     for command, shown in SAMPLES:
         done = run(environ, *command.split())
-        progress = [line for line in done.stderr.splitlines() if re.fullmatch(told, line)]
+        progress = [line for line in done.stderr.splitlines() if re.fullmatch(expected, line)]
         errors = [line for line in done.stderr.splitlines() if line not in progress]
-        said = "\n".join([*done.stdout.splitlines(), *errors])
+        output = "\n".join([*done.stdout.splitlines(), *errors])
         assert done.returncode == len(errors), done.stderr
         if command.split()[1] == "state":
             assert progress == []
         wanted = shown if HAS_BINDINGS else shown.replace(NO_DRIVER, NOT_INSTALLED)
-        assert shape(said, job.pid) == shape(wanted, 4100), command
+        assert shape(output, job.pid) == shape(wanted, 4100), command
 
 
 def keys(value):

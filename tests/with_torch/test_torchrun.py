@@ -1,4 +1,4 @@
-"""torchrun with four ranks on this machine, and data loader workers: who is seen, and who is not.
+"""torchrun with four ranks on this machine, and data loader workers: which processes report.
 
 The ranks play a recording through the real agent, so no GPU is needed; the launcher is started
 as `gpumem-otel run -- torchrun ...` starts it.
@@ -81,10 +81,10 @@ def torchrun(settings, **environ):
         capture_output=True, text=True, timeout=380, env={**settings, **environ},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    said = (done.stdout + done.stderr).replace(
+    output = (done.stdout + done.stderr).replace(
         sys.executable, "python"
     )  # its path may hold our name
-    assert "gpumem" not in said, said
+    assert "gpumem" not in output, output
     return Path(settings["OUT"])
 
 

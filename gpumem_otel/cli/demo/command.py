@@ -209,7 +209,7 @@ def _stopping(agent: Agent) -> Iterator[None]:
 def _beside(agent: Agent) -> tuple[Mapping[int, DeviceTotals], int]:
     """What is told beside the profiles that were read just now: the books, and steps so far."""
     books = agent.reader.books() if agent.reader is not None else {}
-    return books, agent.answers.step_stats().steps if agent.answers is not None else 0
+    return books, agent.queries.step_stats().steps if agent.queries is not None else 0
 
 
 def _check_training(failure: list[BaseException]) -> None:

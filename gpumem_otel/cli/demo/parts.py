@@ -60,7 +60,7 @@ def await_listener(agent: Agent, check: Callable[[], None], patience_seconds: fl
 
 def _no_port(agent: Agent, error: OSError) -> str:
     serve = agent.config.serve
-    rank = agent.answers.identity().local_rank if agent.answers is not None else 0
+    rank = agent.queries.identity().local_rank if agent.queries is not None else 0
     where = host_port(serve.host, serve.port + rank if serve.port else 0)
     if error.errno == errno.EADDRINUSE:
         return f"{where} is taken; choose another with --port (0: any free one)"

@@ -283,40 +283,9 @@ def test_the_real_page(things):
         assert thing._repr_html_().startswith("<iframe srcdoc=")
 
 
-# types
-
-TYPED = """
-import gpumem_otel
-from gpumem_otel.api.snapshots import Difference, Profile, Snapshot
-
-snapshot: Snapshot = gpumem_otel.load_snapshot("a.pickle")
-profile: Profile = snapshot.profile("peak", 0, label="pool")
-total: int = profile.total_bytes
-change: Difference = snapshot.diff(snapshot, "live")
-sizes: list[int] = [entry.size_bytes for entry in change.entries]
-names: list[str] = [row.name for row in profile.top(3, by="function")]
-page: str = profile.html()
-"""
-WRONG = """
-import gpumem_otel
-
-gpumem_otel.load_snapshot("a.pickle").profile("dead")
-"""
-
-
-def test_types_for_users():
-    """GIVEN mypy --strict WHEN the API is used THEN it knows the types, and a wrong kind."""
-    api = pytest.importorskip("mypy.api")
-    out, err, code = api.run(["--config-file=", "--strict", "-c", TYPED])
-    assert (out.strip(), err, code) == ("Success: no issues found in 1 source file", "", 0)
-    out, _, code = api.run(["--config-file=", "--strict", "-c", WRONG])
-    assert code == 1
-    assert 'Argument 1 to "profile" of "Snapshot" has incompatible type' in out
-
-
-def test_kinds_and_tables_are_the_ones_that_are_told():
-    assert list(snapshots.get_args(snapshots.Kind)) == [*KINDS, "pinned"]
-    assert list(snapshots.get_args(snapshots.Table)) == ["blocks", "segments", "events"]
+def test_kinds_and_tables_are_those_of_the_signatures():
+    assert list(snapshots.get_args(snapshots.SnapshotKind)) == [*KINDS, "pinned"]
+    assert list(snapshots.get_args(snapshots.SnapshotTable)) == ["blocks", "segments", "events"]
 
 
 @pytest.mark.parametrize(

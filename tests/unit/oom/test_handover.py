@@ -1,4 +1,4 @@
-"""The last exposition of a process, left for who goes on serving it."""
+"""The last exposition of a process, left for its supervisor."""
 
 from __future__ import annotations
 

@@ -74,11 +74,11 @@ def test_a_failure_comes_with_its_numbers_and_the_snapshot_of_that_moment(bench,
     fail(torch, 1 << 30, 1, free=123, limit=456)
     torch.allocators[1].alloc(7000)
     (failure,) = bench.failures
-    told = failure.oom
-    assert (told.device, told.asked_bytes, told.limit_bytes, told.free_bytes) == (
+    oom = failure.oom
+    assert (oom.device, oom.asked_bytes, oom.limit_bytes, oom.free_bytes) == (
         1, 1 << 30, 456, 123,
     )  # fmt: skip
-    assert told.thread == "MainThread"
+    assert oom.thread == "MainThread"
     assert failure.reading.snapshot.books(1).allocated_bytes == 1024 + 5120
     assert failure.reading.stackless(1, None) == "[no Python frame]"
     assert not failure.late
@@ -145,7 +145,7 @@ def test_a_snapshot_that_would_take_too_long_is_not_taken(bench, torch):
     assert bench.failures[0].reading is None
     assert len(torch.snapshots) == snapshots
     # ... but the failure that ends the process is looked at
-    bench.watch.on_way_out(torch.OutOfMemoryError())
+    bench.watch.on_uncaught(torch.OutOfMemoryError())
     late = bench.failures[1]
     assert late.late
     assert late.reading.snapshot.books(0).allocated_bytes == 1024 + 2000 * 512
@@ -157,12 +157,12 @@ def test_the_fatal_failure_is_looked_at_although_one_was_just_before(bench, torc
     fail(torch, 200)
     fail(torch, 300)
     assert [failure.oom.asked_bytes for failure in bench.failures] == [100]
-    bench.watch.on_way_out(ValueError("something else"))
+    bench.watch.on_uncaught(ValueError("something else"))
     assert len(bench.failures) == 1
-    bench.watch.on_way_out(OutOfMemoryError())
+    bench.watch.on_uncaught(OutOfMemoryError())
     assert [failure.oom.asked_bytes for failure in bench.failures] == [100, 300]
     assert bench.failures[1].oom.unseen == 1
-    bench.watch.on_way_out(OutOfMemoryError())
+    bench.watch.on_uncaught(OutOfMemoryError())
     assert len(bench.failures) == 2
 
 
@@ -187,7 +187,7 @@ def test_two_threads_that_fail_at_once_take_one_snapshot(bench, torch):
 def test_a_forked_child_says_nothing(bench, torch, monkeypatch):
     monkeypatch.setattr(observer.os, "getpid", lambda: -1)
     fail(torch)
-    bench.watch.on_way_out(OutOfMemoryError())
+    bench.watch.on_uncaught(OutOfMemoryError())
     assert bench.failures == []
 
 

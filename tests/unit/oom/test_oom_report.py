@@ -1,4 +1,4 @@
-"""What people and machines are told of a failed allocation, to the letter."""
+"""What is reported of a failed allocation, to the letter."""
 
 from __future__ import annotations
 
@@ -59,21 +59,21 @@ def test_only_the_largest_are_shown_and_the_rest_is_counted():
     assert [holder.size_bytes for holder in holders(many)] == [n * MIB for n in (8, 7, 6, 5, 4)]
 
 
-def test_without_a_profile_the_numbers_are_still_told():
+def test_without_a_profile_the_numbers_are_still_reported():
     account = Account(oom=OOM, rank=0, note="the profile could not be made: no")
     assert log_block(account).splitlines()[2:] == [
         "  no profile: the profile could not be made: no"
     ]
-    told = json.loads(json_line(account))
-    assert (told["asked_bytes"], told["cached_bytes"], told["top"]) == (2048 * MIB, None, [])
+    line = json.loads(json_line(account))
+    assert (line["asked_bytes"], line["cached_bytes"], line["top"]) == (2048 * MIB, None, [])
 
 
 def test_the_line_of_json():
     line = json_line(Account(oom=OOM, rank=3, profile=WITH_CLASSES, books=BOOKS))
     assert "\n" not in line
-    told = json.loads(line)
-    top = told.pop("top")
-    assert told == {
+    line = json.loads(line)
+    top = line.pop("top")
+    assert line == {
         "event": "gpumem_oom", "rank": 3, "device": 1, "oom_id": "20261129T101112Z-9f2c1a7b33",
         "time": 1_700_000_000.5, "asked_bytes": 2048 * MIB, "free_bytes": 512 * MIB,
         "limit_bytes": 8192 * MIB, "allocated_bytes": 6000 * MIB, "cached_bytes": 1000 * MIB,

@@ -41,7 +41,7 @@ def test_a_failure_holds_up_nothing(caplog):
     work.put(2)
     assert work.wait(10)
     assert seen == [1, 2]
-    assert "was not told of" in caplog.text
+    assert "was not reported" in caplog.text
 
 
 def test_waiting_has_an_end():
@@ -98,7 +98,7 @@ def test_puts_of_many_threads_are_all_handled(repeat):
     assert sorted(seen) == list(range(16))
 
 
-def test_what_waits_already_crowds_out_nothing_and_drops_are_told_of():
+def test_what_waits_already_crowds_out_nothing_and_drops_are_reported():
     started, go_on, seen, dropped = threading.Event(), threading.Event(), [], []
 
     def handle(item, _):

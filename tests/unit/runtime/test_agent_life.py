@@ -1,4 +1,4 @@
-"""The agent's order of life under threads: nothing of ours waits for anybody, nothing is left."""
+"""The agent's order of life under threads: nothing of ours blocks, and nothing is left."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from support import fake_torch
 
 from gpumem_otel.base.profile import ProfileKind
 from gpumem_otel.runtime.agent import Agent
+from gpumem_otel.runtime.components import Components
 from gpumem_otel.settings.options import resolve
 
 
@@ -52,21 +53,21 @@ def ours():
     return sorted(t.name for t in threading.enumerate() if t.name.startswith("gpumem"))
 
 
-def test_a_question_from_within_arming_is_answered(agent, torch):
+def test_a_question_from_within_arming_is_answered(agent, torch, monkeypatch):
     """An SDK's reader holds its lock and asks us, while arming waits for that lock."""
     one = agent(serve=False)
     agent_asked, answered = threading.Event(), threading.Event()
-    start = one._exports.start_metrics
+    start = Components.start_metrics
 
-    def metrics():
+    def metrics(components):
         thread = threading.Thread(target=lambda: (one.observe(), answered.set()))
         thread.start()
         agent_asked.set()
         assert answered.wait(10), "arming holds a lock that a question needs"
         thread.join()
-        start()
+        start(components)
 
-    one._exports.start_metrics = metrics
+    monkeypatch.setattr(Components, "start_metrics", metrics)
     arm(one, torch)
     assert agent_asked.is_set()
     assert one.counters.get("exporter_errors", stage="push") == 0
@@ -126,47 +127,49 @@ def test_cuda_that_comes_up_while_we_are_uninstalled_leaves_nothing(agent, torch
     armed.set()
     stopper.join()
     assert ours() == []
-    assert one._undoing.steps == []
+    assert not one.teardown.end()._exit_callbacks
     assert one.observe() is None
 
 
-def test_a_stop_in_the_middle_of_arming_undoes_what_comes_after(agent, torch):
+def test_a_stop_in_the_middle_of_arming_undoes_what_comes_after(agent, torch, monkeypatch):
     one = agent(serve=True, port=0)
-    start = one._reads.start_steps
+    start = Components.start_steps
 
-    def steps():
+    def steps(components):
         one.stop()
-        start()
+        start(components)
 
-    one._reads.start_steps = steps
+    monkeypatch.setattr(Components, "start_steps", steps)
     arm(one, torch)
     assert ours() == []
-    assert one._undoing.steps == []
+    assert not one.teardown.end()._exit_callbacks
 
 
-def test_a_part_that_fails_half_way_is_undone_and_the_others_go_on(agent, torch):
+def test_a_component_that_fails_half_way_is_undone_and_the_others_go_on(agent, torch, monkeypatch):
     one = agent(serve=True, port=0)
     undone = []
 
     def fail():
         raise RuntimeError("no")
 
-    one._reads.start_steps = lambda: one._undoing.begin("steps", fail, undone.append)
+    monkeypatch.setattr(
+        Components, "start_steps", lambda _: one.teardown.begin("steps", fail, undone.append)
+    )
     arm(one, torch)
     assert len(undone) == 1
     assert one.counters.get("exporter_errors", stage="steps") == 1
     assert one.wait_listening(10)
 
 
-def test_a_sink_that_can_not_be_made_leaves_the_read_outs(agent, torch):
+def test_a_sink_that_cannot_be_made_leaves_the_read_outs(agent, torch, monkeypatch):
     seen = threading.Event()
     one = agent(pyroscope_url="http://127.0.0.1:9")
-    one._exports._on_profiles = (lambda kind, profiles: seen.set(),)
+    one.on_profiles = (lambda kind, profiles: seen.set(),)
 
     def no_sink(_):
         raise ValueError("no sink")
 
-    one._exports._make_sink = no_sink
+    monkeypatch.setattr(Components, "_make_sink", no_sink)
     arm(one, torch)
     one.flush(10)
     assert seen.is_set()
@@ -176,14 +179,14 @@ def test_a_sink_that_can_not_be_made_leaves_the_read_outs(agent, torch):
 def test_health_is_judged_by_the_newest_push_of_any_kind(agent, torch):
     one = agent(pyroscope_url="http://127.0.0.1:9", profiles=["live", "allocated"])
     arm(one, torch)
-    answers = one.answers
-    assert answers.health().ok
+    queries = one.queries
+    assert queries.health().ok
     one.counters.set("last_push_timestamp_seconds", 1.0, kind="live")
-    late = answers.health()
+    late = queries.health()
     assert not late.ok
     assert late.reasons[0].startswith("the last push was ")
     one.counters.set("last_push_timestamp_seconds", time.time(), kind="allocated")
-    assert answers.health().ok
+    assert queries.health().ok
 
 
 def test_a_wrong_device_is_refused_before_its_window(agent, torch):
@@ -191,7 +194,7 @@ def test_a_wrong_device_is_refused_before_its_window(agent, torch):
     arm(one, torch)
     never = threading.Event()
     with pytest.raises(ValueError, match="device 7 is not used by this process; used: 0"):
-        one.answers.profile(ProfileKind.ALLOCATED, 7, 300.0, never)
+        one.queries.profile(ProfileKind.ALLOCATED, 7, 300.0, never)
 
 
 def test_a_worker_of_multiprocessing_ends_in_order(agent, torch, tmp_path):

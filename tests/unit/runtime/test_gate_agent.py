@@ -23,7 +23,7 @@ from gpumem_otel.settings.options import resolve
 
 
 class Noted:
-    """Notes the calls of a module's functions, once told to."""
+    """Notes the calls of a module's functions, once switched on."""
 
     def __init__(self, *modules):
         self.on = False
@@ -87,7 +87,7 @@ def get(agent, path):
 
 @pytest.fixture
 def quiet(agent, torch):
-    """The gate is closed after the first values were asked for; nobody may call torch."""
+    """The gate is closed after the first values were asked for; nothing may call torch."""
     get(agent, "/metrics")
     get(agent, "/debug/pprof/gpumem")
     torch.allocators[0].alloc(5000)
@@ -104,7 +104,7 @@ def value(text, name):
 
 def forget(agent):
     """As if the second had passed in which the same values are given again."""
-    agent.answers.forget()
+    agent.queries.forget()
     agent.reader._last = (agent.reader._last[0] - 100.0, agent.reader._last[1])
 
 
@@ -120,8 +120,8 @@ def test_metrics_give_the_last_values_and_say_how_old_they_are(agent, quiet):
     assert now.devices == before.devices
     assert now.time_ns == before.time_ns < time.time_ns()
     assert now.counters["exporter_pushed_bytes", ()] == 7, "what is ours is of now"
-    told = value(get(agent, "/metrics"), "gpumem_values_timestamp_seconds")
-    assert told == now.time_ns / 1_000_000_000
+    reported = value(get(agent, "/metrics"), "gpumem_values_timestamp_seconds")
+    assert reported == now.time_ns / 1_000_000_000
     assert agent.counters.get("exporter_errors", stage="read") == 0
     ages = json.loads(get(agent, "/healthz"))["ages_seconds"]
     assert ages["values"] >= round((time.time_ns() - now.time_ns) / 1e9, 3) - 1
@@ -131,8 +131,8 @@ def test_a_profile_is_the_last_one_and_says_so(agent, quiet):
     forget(agent)
     profile = decode(get(agent, "/debug/pprof/gpumem"))
     assert profile.total("inuse_space") == 1024
-    (told,) = [c for c in profile.comments if c.startswith("read 1")]
-    assert told.endswith(
+    (comment,) = [c for c in profile.comments if c.startswith("read 1")]
+    assert comment.endswith(
         "s before it was asked for: read: the driver holds this process: nothing is read until it "
         "runs again"
     )
@@ -164,7 +164,7 @@ def test_pushes_are_left_out_and_are_no_errors(agent, quiet, caplog):
 def test_the_hooks_on_the_jobs_threads_look_at_nothing(agent, quiet):
     agent.step()
     agent.tensors.stepped(None)
-    assert agent.answers.step_stats().steps == 1
+    assert agent.queries.step_stats().steps == 1
     assert agent.source.allocated() == {}
     with pytest.raises(BusyError):
         agent.source.stats()
@@ -232,7 +232,7 @@ def test_everything_is_of_now_once_it_is_open_again(agent, torch):
     assert agent.gate.close(10.0)
     agent.gate.open()
     torch.allocators[0].alloc(5000)
-    forget_all = agent.answers.forget
+    forget_all = agent.queries.forget
     forget_all()
     assert agent.observe().devices[0].allocated_bytes == torch.allocators[0].held()
 

@@ -273,7 +273,7 @@ def test_a_path_stays_where_it_was_when_the_job_goes_elsewhere(option, tmp_path,
     assert found(**{option.name: "some/file"}) == f"{tmp_path}/some/file"
     assert found(**{option.name: "/some/file"}) == "/some/file"
     for value in ("a\0b", "\ud800"):
-        with pytest.raises(ConfigError, match=r"must be a path, this can not be one$"):
+        with pytest.raises(ConfigError, match=r"must be a path, which this cannot be$"):
             resolve({}, **{option.name: value})
     odd = found({option.environ[0]: os.fsdecode(b"latin-\xe9")})
     assert os.fsencode(odd) == os.fsencode(tmp_path) + b"/latin-\xe9"

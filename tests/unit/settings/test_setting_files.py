@@ -85,7 +85,7 @@ def call(request):
     return CALLS[request.param]
 
 
-def said(call, *arguments, **how):
+def message_of(call, *arguments, **how):
     with pytest.raises(ConfigError) as caught:
         call(*arguments, **how)
     return str(caught.value)
@@ -93,12 +93,12 @@ def said(call, *arguments, **how):
 
 def test_what_a_file_holds_up_to_a_size():
     assert contents("token", 17) == b"0123456789abcdef\n"
-    assert said(contents, "token", 16) == "token: is larger than 16 bytes"
+    assert message_of(contents, "token", 16) == "token: is larger than 16 bytes"
 
 
 @pytest.mark.parametrize("path", NOT_REGULAR)
 def test_what_is_no_regular_file_is_neither_read_nor_waited_for(call, path):
-    assert said(call, path) == f"{path}: is no regular file"
+    assert message_of(call, path) == f"{path}: is no regular file"
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_what_is_no_regular_file_is_neither_read_nor_waited_for(call, path):
     ],
 )
 def test_what_can_not_be_opened(call, path, reason):
-    line = said(call, path)
+    line = message_of(call, path)
     assert line.startswith(f"{path}: ")
     assert reason in line
 
@@ -155,7 +155,9 @@ def test_a_fifo_that_takes_a_files_place_meanwhile_is_not_opened(folder, monkeyp
 )
 def test_a_certificate_that_can_not_be_shown(cert_file, key_file, reason):
     context = client_context("")
-    assert said(load_certificate, context, cert_file, key_file, key_setting="key_file") == reason
+    assert (
+        message_of(load_certificate, context, cert_file, key_file, key_setting="key_file") == reason
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,8 +170,8 @@ def test_a_certificate_that_can_not_be_shown(cert_file, key_file, reason):
     ],
 )
 def test_authorities_that_can_not_be_trusted(ca_file, reason):
-    assert said(client_context, ca_file) == reason
-    assert said(load_authorities, client_context(""), ca_file) == reason
+    assert message_of(client_context, ca_file) == reason
+    assert message_of(load_authorities, client_context(""), ca_file) == reason
 
 
 def test_what_fits_is_taken(folder):
@@ -211,7 +213,7 @@ def kept():
 
 
 def test_what_is_in_a_pipe_can_be_read_as_often_as_a_file(piped, kept):
-    assert said(contents, piped("token"), 17).endswith(": is no regular file")
+    assert message_of(contents, piped("token"), 17).endswith(": is no regular file")
     names = [read_once(piped(*names), kept) for names in (["token"], ["ca.pem"], ["a.pem"])]
     names.append(read_once(piped("a.pem", "a.key"), kept))
     token, authority, alone, both = names
@@ -221,7 +223,7 @@ def test_what_is_in_a_pipe_can_be_read_as_often_as_a_file(piped, kept):
         load_authorities(client_context(""), authority)
         load_certificate(client_context(""), alone, "a.key", key_setting="key_file")
         load_certificate(client_context(""), both, "", key_setting="key_file")
-    lacking = said(load_certificate, client_context(""), alone, "", key_setting="--key-file")
+    lacking = message_of(load_certificate, client_context(""), alone, "", key_setting="--key-file")
     assert (
         lacking == f"{alone}: there is no private key in it: --key-file names the file that has it"
     )
@@ -242,7 +244,7 @@ def test_what_need_not_be_read_once_stays_what_it_is(folder, kept):
         assert read_once(path, kept) == path
     name = read_once("/dev/null", kept)
     assert (name != "/dev/null", contents(name, 0)) == (True, b"")
-    assert said(read_once, "/dev/zero", kept) == "/dev/zero: is larger than 4194304 bytes"
+    assert message_of(read_once, "/dev/zero", kept) == "/dev/zero: is larger than 4194304 bytes"
 
 
 # whoever reads one within a job
@@ -301,7 +303,7 @@ def test_a_key_of_pushes_that_has_a_pass_phrase_asks_no_terminal():
     with suppress(OSError):  # EIO: all of the other side is closed
         while b"pass phrase" not in written and (some := os.read(terminal, 4096)):
             written += some
-    os.close(terminal)  # who waits there for an answer is ended
+    os.close(terminal)  # ends a reader that waits for an answer
     os.waitpid(pid, 0)
     assert b"the key is encrypted: give one without a pass phrase" in written
 
