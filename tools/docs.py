@@ -12,6 +12,7 @@ docs name exists.
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import sys
