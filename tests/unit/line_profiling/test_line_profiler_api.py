@@ -10,7 +10,6 @@ import sys
 
 import pytest
 from support import pprof_proto
-from support.line_memory import Memory
 
 import gpumem_otel
 from gpumem_otel.api import line_profiler
@@ -26,21 +25,11 @@ KIB = 1024
 
 
 @pytest.fixture
-def memory():
-    return Memory(devices=2)
-
-
-@pytest.fixture(autouse=True)
-def at_exit(memory, monkeypatch):
-    """A torch over the memory and a state of the test's own; what would run at the end."""
-    state, registered = line_profiler._State(), []
-    monkeypatch.setattr(line_profiler, "_STATE", state)
-    monkeypatch.setattr(capture_lines, "_PUBLISHED", [])
+def at_exit(torch, monkeypatch):
+    """The functions registered to run when the process ends."""
+    registered = []
     monkeypatch.setattr(line_profiler.atexit, "register", registered.append)
-    monkeypatch.setitem(sys.modules, "torch", memory.torch())
-    yield registered
-    for profiler in state.profilers.values():
-        profiler.disable()
+    return registered
 
 
 @pytest.fixture
