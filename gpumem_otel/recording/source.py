@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gpumem_otel.base.protocols import Clock
-    from gpumem_otel.recording.format import RecordedWindow, Recording
+    from gpumem_otel.recording.recorded import RecordedWindow, Recording
 
 _LONE_READING_NS = 1_000_000_000
 """What a recording of a single reading lasts."""

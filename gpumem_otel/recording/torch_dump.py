@@ -22,7 +22,7 @@ from gpumem_otel.snapshot.torch_format import pool_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gpumem_otel.recording.format import RecordedReading, RecordedWindow, Recording
+    from gpumem_otel.recording.recorded import RecordedReading, RecordedWindow, Recording
     from gpumem_otel.snapshot.torch_format import RawEvent, RawFrame
 
 MAX_EVENTS = 3_000_000

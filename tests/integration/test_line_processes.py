@@ -20,8 +20,8 @@ from support.recordings import make_recording
 from gpumem_otel.api import line_profiler
 from gpumem_otel.base.clock import SystemClock
 from gpumem_otel.line_profiling import profiler as capture_lines
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.recording.source import ReplaySource
-from gpumem_otel.recording.writer import load_recording
 from gpumem_otel.runtime.agent import Agent
 from gpumem_otel.settings.options import resolve
 

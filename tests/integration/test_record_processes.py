@@ -7,7 +7,7 @@ import sys
 
 from support.cli_process import WAIT, clean_environ
 
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 
 RECORDING = """
 import os, sys

@@ -22,7 +22,7 @@ from support.recording_parts import (
 from gpumem_otel.base.profile import BlockState, DeviceStats
 from gpumem_otel.profiles.heap import allocated_profile, check, live_profile
 from gpumem_otel.profiles.of_file import load_snapshot, parse_snapshot
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.snapshot.reading import Reading
 from gpumem_otel.snapshot.snapshot import from_torch
 from gpumem_otel.snapshot.stacks import file_function_namer, identity_namer, with_basename_paths

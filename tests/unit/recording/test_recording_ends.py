@@ -19,7 +19,7 @@ from support.recording_parts import (
 
 from gpumem_otel.errors import SnapshotError
 from gpumem_otel.recording import format as form
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 
 
 def test_a_window_with_too_many_events_is_left_out(monkeypatch):

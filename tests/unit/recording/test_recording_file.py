@@ -14,7 +14,7 @@ from gpumem_otel.base.counters import Counters
 from gpumem_otel.base.profile import Identity, StepStats
 from gpumem_otel.recording import format as form
 from gpumem_otel.recording.file import FileOfRank, RecordingFile, files_of, rank_path
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.snapshot.reading import Reading
 from gpumem_otel.snapshot.snapshot import from_torch
 from gpumem_otel.snapshot.stacks import identity_namer

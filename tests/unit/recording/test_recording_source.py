@@ -15,8 +15,9 @@ from gpumem_otel.base.profile import Identity, SourceStatus, StepStats
 from gpumem_otel.capture.profile_reader import LiveProfileReader
 from gpumem_otel.errors import BusyError, CaptureError
 from gpumem_otel.profiles.of_file import load_snapshot
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.recording.source import ReplaySource
-from gpumem_otel.recording.writer import RecordingWriter, load_recording
+from gpumem_otel.recording.writer import RecordingWriter
 from gpumem_otel.settings.config import ProfileConfig
 from gpumem_otel.snapshot.reading import Reading
 from gpumem_otel.snapshot.stacks import file_function_namer, identity_namer
