@@ -1,6 +1,6 @@
-"""Values of the tensor report: one row per tensor, the allocator's figure and what it consists of.
+"""The tensor report: its values, and what it looks like as text, JSON and columns.
 
-`tensor_join` makes them, `tensor_text` shows them.
+One row per tensor, and per device the allocator's figure with the parts that add up to it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundTensor:
-    """What the walk knows of one tensor, or of one part of a tensor that is several inside.
+    """What the walk knows of one tensor, or of one part of a wrapper around several.
 
     Attributes:
         name: as inferred; unique on its device but for tensors that share a name in the job.
         device: as torch writes it, `cuda:0`.
         shape: sizes; a size that is no number (nested tensors) as text.
         kind: Python type, with the layout where it is not strided: `Parameter`, `DTensor`.
-        elements: how many, 0 where they can not be told.
+        elements: how many, 0 where that is unknown.
         tensor_bytes: of its elements.
         storage_bytes: that its storage asked the allocator for.
-        storage: tells storages apart: the address, or where there is none another number (< 0).
+        storage: identifies the storage: its address, or a number below 0 where it has none.
         address: where the storage begins, 0 where it has no memory.
-        tensor_class: None where the walk can not tell.
+        tensor_class: None where the walk does not know it.
         saved: held by autograd alone, for backward.
         aliases: other names that the models have for the same tensor (tied weights).
     """
@@ -57,13 +57,12 @@ class TensorInfo:
     """One row.
 
     Attributes:
-        used_bytes: that its storage asked for; 0 where an earlier row has this storage already.
+        used_bytes: that its storage asked for; 0 where an earlier row has this storage.
         shares: name of that row, "" where this is the first of its storage.
         block_bytes: of the allocator's block that holds it, rounding included; None where there is
-            no block to be found (CPU, memory that torch did not allocate). Shared blocks stand
-            beside the first row only.
-        requested_bytes: that were asked for that block, as the allocator says.
-        stack: that allocated the block, leaf first; () where nothing is known of it.
+            none (CPU, memory that torch did not allocate), 0 where an earlier row has this block.
+        requested_bytes: that were asked for that block, by the allocator's own count.
+        stack: that allocated the block, leaf first; () where it is unknown.
     """
 
     name: str
@@ -85,7 +84,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A named part of a sum.
+    """A named part of a total.
 
     Attributes:
         examples: what is in it, the largest first.
@@ -99,12 +98,12 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """All rows of one device and what they add up to.
+    """All rows of one device and their totals.
 
     Attributes:
         rows: tensors that Python holds.
         saved: tensors that autograd alone holds.
-        allocated_bytes: the allocator's figure; None where there is none (CPU) or it can not be
+        allocated_bytes: the allocator's figure; None where there is none (CPU) or it cannot be
             read.
         parts: add up to `allocated_bytes`; () where that is None.
         reserved_bytes: from the device, for this process.
@@ -124,7 +123,7 @@ class DeviceReport:
 
     @property
     def used_bytes(self) -> int:
-        """Of the distinct storages of all rows, as asked for."""
+        """Bytes that the distinct storages of all rows asked for."""
         return sum(row.used_bytes for row in self.rows)
 
     @property
@@ -146,7 +145,7 @@ class ReportData:
 
     @property
     def rows(self) -> tuple[TensorInfo, ...]:
-        """Those of all devices."""
+        """The rows of all devices."""
         return tuple(row for device in self.devices for row in device.rows)
 
 
@@ -154,20 +153,20 @@ def place_of(stack: Stack) -> str:
     """The innermost frame that is not torch's own, else the innermost, with file and line."""
     if not stack:
         return ""
-    frame = next((f for f in stack if not _is_torchs(f.name, f.filename)), stack[0])
+    frame = next((f for f in stack if not _is_of_torch(f.name, f.filename)), stack[0])
     if not frame.filename or frame.filename == "??":
         return frame.name
     where = frame.filename.replace("\\", "/").rpartition("/")[2]
     return f"{frame.name} ({where}:{frame.line})" if frame.line else f"{frame.name} ({where})"
 
 
-def _is_torchs(name: str, filename: str) -> bool:
+def _is_of_torch(name: str, filename: str) -> bool:
     path = filename.replace("\\", "/")
     return name.startswith("torch.") or "/torch/" in path or path.endswith((".cpp", "??"))
 
 
 def columns(data: ReportData) -> dict[str, list[Any]]:
-    """One entry per row, for whoever makes a table of them; sizes are bytes."""
+    """The rows as columns of a table; sizes are bytes."""
     rows = [(row, False) for device in data.devices for row in device.rows]
     rows += [(row, True) for device in data.devices for row in device.saved]
     return {
@@ -223,7 +222,7 @@ def _json_row(row: TensorInfo) -> Mapping[str, Any]:
     }
 
 
-# The tensor report as text.
+# As text.
 
 _HEADERS = ("Element type", "Size", "Used MEM", "Block", "Class", "dtype", "Allocated by")
 _LEFT = frozenset({0, 4, 5, 6})
@@ -232,7 +231,7 @@ _RULE = 79
 
 
 def report_text(data: ReportData, *, verbose: bool = False) -> str:
-    """Rows by device under one header, then what they add up to.
+    """Rows by device under one header, then their totals.
 
     Args:
         data: what to show.
@@ -244,7 +243,7 @@ def report_text(data: ReportData, *, verbose: bool = False) -> str:
     widths = [len(header) for header in _HEADERS]
     for line in cells.values():
         widths = [max(width, len(cell)) for width, cell in zip(widths, line, strict=True)]
-    for column, empty in ((_BLOCK, "-"), (_PLACE, "")):  # where no allocator tells
+    for column, empty in ((_BLOCK, "-"), (_PLACE, "")):  # left out where nothing is known
         if all(line[column] == empty for line in cells.values()):
             widths[column] = 0
     lines = [_line(_HEADERS, widths)]
