@@ -47,7 +47,7 @@ def test_a_cancelled_coroutine_is_left(job):
 
     asyncio.run(main())
     assert allocated(lines, "coroutine") == {1: KIB}
-    assert lines.recorder._books.open_threads() == ()
+    assert lines.recorder._accounts.open_threads() == ()
 
 
 def test_a_decorated_asynchronous_generator(job):

@@ -154,7 +154,7 @@ def test_a_reader_that_fails_ends_the_profile_and_not_the_job(job, caplog):
     assert lines.recorder.failure == "driver gone"
     assert not lines.recorder.on
     assert [r.getMessage() for r in caplog.records] == [
-        "lines are profiled no more, the job goes on: driver gone"
+        "line profiling has stopped, the job goes on: driver gone"
     ]
 
 

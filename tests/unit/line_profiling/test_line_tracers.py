@@ -176,7 +176,7 @@ def test_a_tracer_that_a_profiled_function_sets_stays(job):
     finally:
         sys.settrace(before)
     assert "call" in seen
-    assert lines.recorder._books.open_threads() == ()
+    assert lines.recorder._accounts.open_threads() == ()
     assert lines.display().functions[0].calls == 1
 
 
@@ -197,7 +197,7 @@ def test_a_tracer_that_raises_is_dealt_with_by_python_as_without_us(job):
             function(1)
     finally:
         sys.settrace(before)
-    assert lines.recorder._books.open_threads() == ()
+    assert lines.recorder._accounts.open_threads() == ()
 
 
 def test_a_finalizer_that_runs_within_a_reading_holds_up_nobody(job, memory, torch):
