@@ -1,4 +1,4 @@
-"""The books of the line profiler against a model that keeps every moment."""
+"""The accounts of the line profiler compared with a model that keeps every moment."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PATHS = [name.split(".") for name in BASE_COLUMNS]
 
 
 def moment(memory):
-    """The counters of every device, its peaks since the moment before."""
-    found = {}
+    """The counters of every device, with peaks since the last moment."""
+    counters = {}
     for device in range(len(memory.devices)):
         raw = memory.stats(device)
-        found[device] = tuple(raw[a][b][c] for a, b, c in PATHS)
+        counters[device] = tuple(raw[a][b][c] for a, b, c in PATHS)
         memory.reset_peaks(device)
-    return found
+    return counters
 
 
 def function(number, name="f"):
@@ -63,7 +63,7 @@ def test_a_line_has_what_was_allocated_after_it_its_peak_and_both_differences():
     assert (use.peak_bytes, use.peak_rise_bytes, use.allocation_bytes) == (3072, 0, 0)
 
 
-def test_a_suspended_generator_is_charged_nothing():
+def test_nothing_is_counted_for_a_suspended_generator():
     memory, books = Memory(), LineAccounts()
     books.enter(1, 0, 1, moment(memory), call=True)
     books.line(1, 0, 2, moment(memory))
@@ -81,7 +81,7 @@ def test_a_suspended_generator_is_charged_nothing():
     assert use.peak_rise_bytes == 1024
 
 
-def test_what_another_thread_makes_counts_for_every_line_under_way():
+def test_what_another_thread_allocates_counts_for_every_running_line():
     memory, books = Memory(), LineAccounts()
     books.enter(1, 0, 1, moment(memory), call=True)
     books.enter(2, 1, 1, moment(memory), call=True)
@@ -93,7 +93,7 @@ def test_what_another_thread_makes_counts_for_every_line_under_way():
     assert books.rows(1)[0].devices[0].peak_bytes == 4096
 
 
-def test_counters_that_the_job_sets_back_are_never_negative():
+def test_counters_that_the_job_resets_are_never_negative():
     memory, books = Memory(), LineAccounts()
     memory.alloc(4096)
     books.enter(1, 0, 1, moment(memory), call=True)
@@ -117,7 +117,7 @@ def test_a_device_that_appears_later_began_with_nothing():
     assert (use.allocation_bytes, use.allocations) == (1536, 3)
 
 
-def test_a_function_that_was_under_way_before_is_followed_from_its_next_line():
+def test_a_function_that_ran_before_is_followed_from_its_next_line():
     memory, books = Memory(), LineAccounts()
     books.leave(1, 0, moment(memory))
     books.line(1, 0, 7, moment(memory))
@@ -129,7 +129,7 @@ def test_a_function_that_was_under_way_before_is_followed_from_its_next_line():
     assert books.open_threads() == ()
 
 
-def test_more_chains_than_are_told_apart_count_for_their_caller():
+def test_chains_beyond_the_limit_count_for_their_caller():
     memory, books = Memory(), LineAccounts(max_nodes=1)
     books.enter(1, 0, 1, moment(memory), call=True)
     for line in range(5):
@@ -175,7 +175,7 @@ def test_the_pprof_holds_each_byte_once_with_the_line_as_frame():
 
 
 class Model:
-    """Keeps what is allocated at every moment, and the intervals of all lines under way."""
+    """Keeps what is allocated at every moment, and the intervals of all running lines."""
 
     def __init__(self):
         self.held, self.open, self.done = 0, [], []
@@ -200,10 +200,10 @@ class Model:
             interval["bytes"] += max(size, 0)
 
     def rows(self):
-        found = {}
+        counters = {}
         for interval in self.done:
             held = interval["held"]
-            row = found.setdefault(
+            row = counters.setdefault(
                 interval["at"], {"after": 0, "peak": 0, "rise": 0, "net": 0, "bytes": 0}
             )
             row["after"] = max(row["after"], held[-1])
@@ -211,7 +211,7 @@ class Model:
             row["rise"] = max(row["rise"], max(held) - held[0])
             row["net"] += held[-1] - held[0]
             row["bytes"] += interval["bytes"]
-        return found
+        return counters
 
 
 OPS = st.recursive(

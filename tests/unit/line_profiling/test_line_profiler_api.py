@@ -1,4 +1,4 @@
-"""What the line profiler shows, and how it is asked."""
+"""What the line profiler shows, and the calls that show it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpumem_otel.errors import ConfigError, MissingPackageError
 from gpumem_otel.line_profiling import profiler as capture_lines
 
 try:
-    import pandas as pd  # here, since it changes the import system for good
+    import pandas as pd  # here, since it changes the import system permanently
 except ImportError:
     pd = None
 
@@ -112,15 +112,15 @@ def test_a_generator_is_one_call_when_it_ends(memory, capsys):
         yield 1
         yield 2
 
-    found = items()
-    next(found), next(found)
+    generator = items()
+    next(generator), next(generator)
     assert capsys.readouterr().out == ""
-    assert list(found) == []
+    assert list(generator) == []
     assert "1 call\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("interval", [0, -1, 1.5, "2", True])
-def test_an_interval_that_is_none_is_refused(interval):
+def test_an_interval_that_is_not_valid_is_refused(interval):
     with pytest.raises(ConfigError, match="give a whole number from 1 on"):
         gpumem_otel.profile_every(interval)
 
@@ -152,7 +152,7 @@ def test_one_device_of_a_profiler_or_of_a_display(work):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", 1.0, True, "cuda:x"])
-def test_what_is_no_device_is_refused(device):
+def test_what_is_not_a_device_is_refused(device):
     with pytest.raises(ConfigError, match="give an index"):
         gpumem_otel.set_target_gpu(device)
 
@@ -183,8 +183,8 @@ def test_any_counter_of_torch_is_a_column(memory):
     with gpumem_otel.LineProfiler(work, columns=columns) as lines:
         work()
     (function,) = lines.display().functions
-    found = function.rows[1].devices[0].columns
-    assert {name: found[name] for name in columns} == dict(zip(columns, (1000, 1), strict=True))
+    values = function.rows[1].devices[0].columns
+    assert {name: values[name] for name in columns} == dict(zip(columns, (1000, 1), strict=True))
     text = str(lines.display(columns=columns))
     assert "requested_bytes.all.current" in text
     assert "1000 B" in text
@@ -201,12 +201,12 @@ def test_a_decorator_with_columns_prints_these(work, at_exit, capsys):
 
 
 @pytest.mark.parametrize("column", ["bytes.peak", 3, "a.b.c.d"])
-def test_what_can_be_no_counter_is_refused(column):
+def test_what_cannot_be_a_counter_is_refused(column):
     with pytest.raises(ConfigError, match="is no name of"):
         gpumem_otel.profile(columns=[column])(lambda: None)
 
 
-def test_text_json_pprof_pandas_and_metrics_say_the_same(work):
+def test_text_json_pprof_and_metrics_agree(work):
     function = gpumem_otel.profile(work)
     function(), function()
     report = gpumem_otel.line_profiler().display()
@@ -251,7 +251,7 @@ def test_pandas_has_a_row_for_each_line_and_device(work):
     assert row["reserved_bytes.all.peak"] == 2 << 20
 
 
-def test_without_pandas_it_is_said(work, monkeypatch):
+def test_without_pandas_the_error_names_it(work, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with gpumem_otel.LineProfiler(work) as lines:
         work()

@@ -1,4 +1,4 @@
-"""The two ways in which Python tells of lines, and other tools that it tells as well."""
+"""The two ways in which Python reports lines, together with other tools that use them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_threads_are_traced_only_while_a_profiled_function_runs(job):
 
 
 class Debugger(bdb.Bdb):
-    """Writes down every line it is shown, as a debugger that steps does."""
+    """Records every line, as a debugger that steps does."""
 
     def __init__(self, names):
         super().__init__()
@@ -200,8 +200,8 @@ def test_a_tracer_that_raises_is_dealt_with_by_python_as_without_us(job):
     assert lines.recorder._accounts.open_threads() == ()
 
 
-def test_a_finalizer_that_runs_within_a_reading_holds_up_nobody(job, memory, torch):
-    """As if the collector ran: profiled code inside the allocator's answer, in two threads."""
+def test_a_finalizer_that_runs_within_a_reading_blocks_no_thread(job, memory, torch):
+    """As if the collector ran: profiled code inside a read of the allocator, in two threads."""
     function, lines = decorated(job.functions()["plain"])
     inside, raw, together = threading.local(), memory.stats, threading.Barrier(2)
 
@@ -238,7 +238,7 @@ def test_a_finalizer_that_runs_within_a_reading_holds_up_nobody(job, memory, tor
 
 @TRACING
 def test_a_tracer_that_puts_itself_back_in_place_hides_nothing_and_is_put_back_last(job):
-    """As coverage's C tracer does with every call it is told of."""
+    """As the C tracer of coverage does with every call."""
     functions = job.functions()
     seen = []
 

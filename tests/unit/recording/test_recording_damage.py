@@ -1,4 +1,4 @@
-"""What is no recording, or is damaged, ends in one kind of error."""
+"""A file that is damaged or not a recording ends in one kind of error."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_wrong_content_is_refused_with_the_line_and_the_reason(line, reason):
         (b"\xff\xfe\n", "line 1 is damaged"),
     ],
 )
-def test_what_is_no_recording(data, reason):
+def test_what_is_not_a_recording(data, reason):
     with pytest.raises(SnapshotError, match=reason):
         load_recording(data, name="r")
 
