@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 import types
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.base.text import human_bytes, printable
@@ -125,19 +125,12 @@ class Holders:
     def to_dict(self) -> dict[str, Any]:
         """Plain values; sizes are bytes, the stack is leaf first."""
         return {
-            "title": self.subject.title,
-            "device": self.subject.device,
-            "address": self.subject.address,
-            "storage_bytes": self.subject.storage_bytes,
-            "tensors": self.subject.tensors,
+            **asdict(self.subject),
             "tensor_class": self.tensor_class.value,
             "block_bytes": self.block_bytes,
             "requested_bytes": self.requested_bytes,
             "stack": [[frame.name, frame.filename, frame.line] for frame in self.stack],
-            "held_by": [
-                {"path": holder.path, "kind": holder.kind, "place": holder.place}
-                for holder in self.held_by
-            ],
+            "held_by": [asdict(holder) for holder in self.held_by],
             "notes": list(self.notes),
         }
 

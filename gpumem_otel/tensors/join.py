@@ -7,13 +7,20 @@ holds is one of them.
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from gpumem_otel.snapshot.roots import builder_for, stackless_root
 from gpumem_otel.snapshot.tensor_classes import TensorClass, class_of_root
 from gpumem_otel.snapshot.torch_format import requested_of
-from gpumem_otel.tensors.report import DeviceReport, ReportData, TensorInfo, TensorPart, place_of
+from gpumem_otel.tensors.report import (
+    DeviceReport,
+    ReportData,
+    TensorFields,
+    TensorInfo,
+    TensorPart,
+    place_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -264,21 +271,13 @@ def _row(tensor: FoundTensor, totals: _Totals, blocks: Blocks | None) -> TensorI
     elif blocks is None and used:
         totals.add_class(tensor_class, used)
     return TensorInfo(
-        name=tensor.name,
-        device=tensor.device,
-        shape=tensor.shape,
-        dtype=tensor.dtype,
-        kind=tensor.kind,
-        elements=tensor.elements,
-        tensor_bytes=tensor.tensor_bytes,
+        **{field.name: getattr(tensor, field.name) for field in fields(TensorFields)},
         used_bytes=used,
         shares=first[0] if first is not None else "",
         tensor_class=tensor_class,
-        address=tensor.address,
         block_bytes=block_bytes,
         requested_bytes=requested_of(block) if block is not None else None,
         stack=blocks.stack(block) if block is not None and blocks is not None else (),
-        aliases=tensor.aliases,
     )
 
 

@@ -5,22 +5,22 @@ One row per tensor, and per device the allocator's figure with the parts that ad
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.base.text import human_bytes, printable
 from gpumem_otel.profiles.tables import stack_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from gpumem_otel.base.profile import Stack
     from gpumem_otel.snapshot.tensor_classes import TensorClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundTensor:
-    """What the walk knows of one tensor, or of one part of a wrapper around several.
+class TensorFields:
+    """What is known of a tensor without the allocator, or of one part of a wrapper around several.
 
     Attributes:
         name: as inferred; unique on its device but for tensors that share a name in the job.
@@ -29,11 +29,7 @@ class FoundTensor:
         kind: Python type, with the layout where it is not strided: `Parameter`, `DTensor`.
         elements: how many, 0 where that is unknown.
         tensor_bytes: of its elements.
-        storage_bytes: that its storage asked the allocator for.
-        storage: identifies the storage: its address, or a number below 0 where it has none.
-        address: where the storage begins, 0 where it has no memory.
-        tensor_class: None where the walk does not know it.
-        saved: held by autograd alone, for backward.
+        address: where its storage begins, 0 where it has no memory.
         aliases: other names that the models have for the same tensor (tied weights).
     """
 
@@ -44,16 +40,29 @@ class FoundTensor:
     kind: str
     elements: int
     tensor_bytes: int
-    storage_bytes: int
-    storage: int
     address: int
-    tensor_class: TensorClass | None = None
-    saved: bool = False
     aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
+class FoundTensor(TensorFields):
+    """What the walk knows of one tensor.
+
+    Attributes:
+        storage_bytes: that its storage asked the allocator for.
+        storage: identifies the storage: its address, or a number below 0 where it has none.
+        tensor_class: None where the walk does not know it.
+        saved: held by autograd alone, for backward.
+    """
+
+    storage_bytes: int
+    storage: int
+    tensor_class: TensorClass | None = None
+    saved: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo(TensorFields):
     """One row.
 
     Attributes:
@@ -65,21 +74,12 @@ class TensorInfo:
         stack: that allocated the block, leaf first; () where it is unknown.
     """
 
-    name: str
-    device: str
-    shape: tuple[int | str, ...]
-    dtype: str
-    kind: str
-    elements: int
-    tensor_bytes: int
     used_bytes: int
     shares: str
     tensor_class: TensorClass
-    address: int
     block_bytes: int | None
     requested_bytes: int | None
     stack: Stack
-    aliases: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,26 +165,26 @@ def _is_of_torch(name: str, filename: str) -> bool:
     return name.startswith("torch.") or "/torch/" in path or path.endswith((".cpp", "??"))
 
 
+_COLUMNS = (
+    "name", "device", "tensor_class", "shape", "dtype", "kind", "elements", "tensor_bytes",
+    "used_bytes", "block_bytes", "shares", "saved", "allocated_by", "address",
+)  # fmt: skip
+
+
 def columns(data: ReportData) -> dict[str, list[Any]]:
     """The rows as columns of a table; sizes are bytes."""
-    rows = [(row, False) for device in data.devices for row in device.rows]
-    rows += [(row, True) for device in data.devices for row in device.saved]
-    return {
-        "name": [row.name for row, _ in rows],
-        "device": [row.device for row, _ in rows],
-        "tensor_class": [row.tensor_class.value for row, _ in rows],
-        "shape": [row.shape for row, _ in rows],
-        "dtype": [row.dtype for row, _ in rows],
-        "kind": [row.kind for row, _ in rows],
-        "elements": [row.elements for row, _ in rows],
-        "tensor_bytes": [row.tensor_bytes for row, _ in rows],
-        "used_bytes": [row.used_bytes for row, _ in rows],
-        "block_bytes": [row.block_bytes for row, _ in rows],
-        "shares": [row.shares for row, _ in rows],
-        "saved": [saved for _, saved in rows],
-        "allocated_by": [place_of(row.stack) for row, _ in rows],
-        "address": [row.address for row, _ in rows],
-    }
+    rows = [
+        {**_values(row), "saved": saved, "allocated_by": place_of(row.stack)}
+        for saved in (False, True)
+        for device in data.devices
+        for row in (device.saved if saved else device.rows)
+    ]
+    return {column: [row[column] for row in rows] for column in _COLUMNS}
+
+
+def _values(row: TensorInfo) -> dict[str, Any]:
+    values = {field.name: getattr(row, field.name) for field in fields(row)}
+    return {**values, "tensor_class": row.tensor_class.value}
 
 
 def to_json(data: ReportData) -> dict[str, Any]:
@@ -209,13 +209,9 @@ def to_json(data: ReportData) -> dict[str, Any]:
     }
 
 
-def _json_row(row: TensorInfo) -> Mapping[str, Any]:
-    plain = {
-        key: getattr(row, key) for key in TensorInfo.__slots__ if key not in {"stack", "aliases"}
-    }
+def _json_row(row: TensorInfo) -> dict[str, Any]:
     return {
-        **plain,
-        "tensor_class": row.tensor_class.value,
+        **_values(row),
         "shape": list(row.shape),
         "aliases": list(row.aliases),
         "stack": [[frame.name, frame.filename, frame.line] for frame in row.stack],
