@@ -116,7 +116,7 @@ class SharedPeaks:
         """The nested counters of a device, with the peaks since this view's last reading.
 
         Raises:
-            CaptureError: this torch can not reset its peaks.
+            CaptureError: this torch cannot reset its peaks.
         """
         with self._lock:
             self._patch()
@@ -246,7 +246,7 @@ class TorchLineReader:
         """Device -> values in the order of the columns; peaks are those since the last reading.
 
         Raises:
-            CaptureError: there is no such column, or this torch can not reset its peaks.
+            CaptureError: there is no such column, or this torch cannot reset its peaks.
         """
         torch = self._find_torch()
         cuda = getattr(torch, "cuda", None)

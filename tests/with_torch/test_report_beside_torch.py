@@ -224,7 +224,7 @@ def test_while_another_thread_runs_backward_no_gradient_is_read():
 def test_a_thread_that_waits_or_sleeps_or_knows_no_torch_is_no_hindrance():
     stop = threading.Event()
     names = {"stop": stop}
-    exec("def stranger():\n    while not stop.is_set():\n        pass", names)
+    exec("def computes():\n    while not stop.is_set():\n        pass", names)
 
     def sleeps():
         while not stop.is_set():
@@ -232,7 +232,7 @@ def test_a_thread_that_waits_or_sleeps_or_knows_no_torch_is_no_hindrance():
 
     weight = torch.randn(4, requires_grad=True)
     weight.sum().backward()
-    threads = [threading.Thread(target=one) for one in (stop.wait, sleeps, names["stranger"])]
+    threads = [threading.Thread(target=work) for work in (stop.wait, sleeps, names["computes"])]
     for thread in threads:
         thread.start()
     try:

@@ -105,9 +105,9 @@ def test_a_debugger_that_steps_sees_every_line_and_so_do_we(job):
 
     alone = run(Debugger(names))
     with LineProfiler(functions["plain"], functions["calls_plain"]) as lines:
-        beside = run(Debugger(names))
+        together = run(Debugger(names))
     assert len(alone) == 8
-    assert beside == alone
+    assert together == alone
     decorated_calls, lasting = decorated(functions["calls_plain"])
     lasting.add_function(functions["plain"])
     functions["calls_plain"] = decorated_calls
@@ -147,12 +147,12 @@ def test_a_tracer_that_was_there_is_called_as_if_alone_and_is_back_afterwards(jo
     profiler = line_profiler()
     calls, _ = decorated(functions["calls_plain"])
     generator, _ = decorated(functions["generator"])
-    beside = run([], calls, generator)
+    together = run([], calls, generator)
     assert {event for _, event, _ in alone} >= {"call", "line", "return"}
     if not MONITORING:  # the wrappers have the names of what they wrap
-        wrapper_lines = {line for _, event, line in beside} - {line for _, event, line in alone}
-        beside = [event for event in beside if event[2] not in wrapper_lines]
-    assert beside == alone
+        wrapper_lines = {line for _, event, line in together} - {line for _, event, line in alone}
+        together = [event for event in together if event[2] not in wrapper_lines]
+    assert together == alone
     assert allocated(profiler, "calls_plain") == {1: 9 * KIB, 2: 10 * KIB}
 
 

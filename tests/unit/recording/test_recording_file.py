@@ -104,14 +104,14 @@ def test_files_of_a_recording_are_known_by_their_names(tmp_path):
 
 def test_no_file_is_written_over(begin, tmp_path, caplog):
     """GIVEN a name that is taken WHEN a process records THEN its name has the pid, logged once."""
-    (tmp_path / "run.gpumem").write_bytes(b"of somebody else")
+    (tmp_path / "run.gpumem").write_bytes(b"of another process")
     first, second = begin(), begin()
     for file in (first, second):
         file.add(reading(), StepStats())
     assert first.path == tmp_path / f"run-pid{PID}.gpumem"
     assert second.path == tmp_path / f"run-pid{PID}-2.gpumem"
     assert (count(first.path), count(second.path)) == (1, 1)
-    assert (tmp_path / "run.gpumem").read_bytes() == b"of somebody else"
+    assert (tmp_path / "run.gpumem").read_bytes() == b"of another process"
     assert caplog.messages == [
         f"{tmp_path}/run.gpumem exists already: this process records to {file.path}"
         for file in (first, second)
