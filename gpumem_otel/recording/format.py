@@ -157,7 +157,7 @@ class StoredField(NamedTuple):
 
     Attributes:
         key: in the file.
-        default: what a field means that is left out or null.
+        default: the value of a field that is left out.
         name: of the value in memory, where it is not the key.
     """
 
@@ -215,10 +215,9 @@ def decode(table: tuple[StoredField, ...], value: object, title: str) -> dict[st
     stored = mapping(value, title)
     values = {}
     for field in table:
-        item = stored.get(field.key)
-        is_left_out = item is None and field.default is not _REQUIRED
         name = field.name or field.key
-        values[name] = field.default if is_left_out else field.check(item, name)
+        is_left_out = field.key not in stored and field.default is not _REQUIRED
+        values[name] = field.default if is_left_out else field.check(stored.get(field.key), name)
     return values
 
 

@@ -273,8 +273,12 @@ class _Loader:
     def _all_stats(self, item: object) -> tuple[DeviceStats, ...]:
         devices = form.sequence(item, "device counters", form.MAX_DEVICES)
         self._charge(len(devices))
-        decoded = (form.decode(form.DEVICE_STATS, stats, "device counters") for stats in devices)
-        return tuple(DeviceStats(**stats) for stats in decoded)
+        all_stats = []
+        for counters in devices:
+            named = form.mapping(counters, "device counters").items()
+            known = {name: value for name, value in named if value is not None}
+            all_stats.append(DeviceStats(**form.decode(form.DEVICE_STATS, known, "counters")))
+        return tuple(all_stats)
 
     def _segment(self, item: object) -> RecordedSegment:
         torch_fields = form.decode(form.SEGMENT, item, "a segment")

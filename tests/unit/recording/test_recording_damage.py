@@ -65,6 +65,15 @@ def test_the_hand_made_recording_is_one():
     assert recording.identity == Identity(service_name="")
 
 
+def test_a_counter_that_is_null_is_unknown_or_zero():
+    null = {"device": 1, "ooms": None, "limit_bytes": None}
+    recording = load_recording(
+        recording_of({"reading": {"time_ns": 1, "segments": [], "before": [null]}})
+    )
+    (stats,) = recording.readings[0].before
+    assert (stats.device, stats.ooms, stats.limit_bytes) == (1, 0, None)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
@@ -99,6 +108,7 @@ def test_the_hand_made_recording_is_one():
         (reading_line(d=-1), "device is not a"),
         (reading_line(d=4096), "device is not a"),
         (reading_line(a=-1), "address is not a"),
+        (reading_line(a=None), "address is not a"),
         (reading_line(n=-1), "total_size is not a"),
         (reading_line(n=2**63), "total_size is not a"),
         (reading_line(t=5), "segment_type is not text"),
