@@ -1,10 +1,10 @@
-"""What the line profiler costs per line, and its table of the first example of pytorch_memlab.
+"""Measures the line profiler per line, and prints its table of the first pytorch_memlab example.
 
     python benchmarks/lines.py --out benchmarks/results/lines-h200.json
 
-The same function of nine cheap lines (eight of them no torch at all) runs plain, decorated and
-switched off, decorated and on; where pytorch_memlab is installed, under its profiler too. Medians
-of `--repeats` runs; per line: the difference to plain, divided by the lines that ran.
+The same function of nine cheap lines (eight of them without torch) runs plain, decorated and
+switched off, decorated and on, and under pytorch_memlab's profiler where that is installed. Results
+are medians of `--repeats` runs; per line: the difference to plain, divided by the lines that ran.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def per_line_us(function: Work, x: torch.Tensor, plain: Work, repeats: int) -> f
 
 
 def fresh() -> Work:
-    """The same lines in code of their own, so that events on one do not touch another."""
+    """A function with the same lines and a code object of its own, so that events do not spread."""
     return types.FunctionType(work.__code__.replace(), globals(), "work")
 
 
@@ -93,7 +93,7 @@ def measured(repeats: int) -> dict[str, float]:
     if TheirProfiler is not None:
         theirs = fresh()
         with TheirProfiler(theirs):
-            # it keeps a row for every line that ran: few calls
+            # few calls, since it keeps a row for every line that ran
             begin = time.perf_counter()
             for _ in range(CALLS):
                 theirs(x)
@@ -104,7 +104,7 @@ def measured(repeats: int) -> dict[str, float]:
 
 
 def other_code(x: torch.Tensor, plain: Work, repeats: int) -> float:
-    """Code that is not profiled, while something else is."""
+    """The cost of code that is not profiled while other code is."""
     other = fresh()
     with gpumem_otel.LineProfiler(inner):
         during = [seconds_of(other, x) for _ in range(repeats)]
@@ -121,7 +121,7 @@ def main() -> None:
     with gpumem_otel.LineProfiler(outer, inner) as lines:
         outer()
     table = str(lines.display())
-    found = {
+    results = {
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": torch.cuda.get_device_name(0),
         "python": platform.python_version(),
@@ -133,11 +133,11 @@ def main() -> None:
         "readme_example": table.splitlines(),
     }
     print(table)
-    for name, value in found.items():
+    for name, value in results.items():
         if name != "readme_example":
             print(f"{name:36} {value}")
     if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

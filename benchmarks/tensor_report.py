@@ -1,11 +1,11 @@
-"""The tensor report beside pytorch_memlab's on the examples of its README, and what a report costs.
+"""Compares the tensor report with that of pytorch_memlab on its README, and measures its cost.
 
     python benchmarks/tensor_report.py --out benchmarks/results/tensor-report-h200.json
 
 Every line that pytorch_memlab 0.3.2 prints must be matched by one of ours: the same shape and size,
-under the same name where it has one. It multiplies the bytes of a storage by the size of an element
-once too often with torch 2, so its sizes are compared in that form. Without pytorch_memlab only our
-own part runs. The machine may have no GPU (`--device cpu`): then there is no allocator to compare.
+under the same name where there is a name. With torch 2 it multiplies the bytes of a storage by the
+size of an element, so its sizes are compared in that form. Without pytorch_memlab only our own part
+runs; without a GPU (`--device cpu`) there is no allocator to compare.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ except ImportError:
 
 ROUND = 512
 Made = tuple[Any, Any, list[Any]]
-"""Model, optimizer, and what else has to stay alive."""
+"""Model, optimizer, and other objects that have to stay alive."""
 
 
 def minimal(device: str) -> Made:
@@ -86,7 +86,7 @@ def optimizer(device: str) -> Made:
 
 
 def failed_example(device: str) -> Made:
-    """In its README 2 MB are lost here: what `inp * (inp + 2)` gives lives in autograd alone."""
+    """Its README misses 2 MB here: only autograd holds the result of `inp * (inp + 2)`."""
     linear = torch.nn.Linear(1024, 1024).to(device)
     inp = torch.Tensor(512, 1024).to(device)
     out = linear(inp * (inp + 2)).mean()
@@ -103,7 +103,7 @@ def itemsize(dtype: str) -> int:
 
 
 def unmatched(theirs: Any, ours: gpumem_otel.Report) -> list[str]:
-    """Rows of theirs that have none of ours beside."""
+    """Rows of theirs that none of ours matches."""
     rows = [row for device in ours.devices for row in (*device.rows, *device.saved)]
     missing = []
     for stats in theirs.device_tensor_stat.values():
@@ -112,15 +112,15 @@ def unmatched(theirs: Any, ours: gpumem_otel.Report) -> list[str]:
             automatic = (
                 plain.rstrip("0123456789") in ("Tensor", "Parameter") and plain[-1].isdigit()
             )
-            found = any(
+            is_matched = any(
                 (row.shape or (1,)) == shape
                 and row.elements == elements
                 and (automatic or row.name == plain)
-                # each of the two may have chosen another one of a storage's tensors as its first
+                # the two may have chosen different tensors as the first of a storage
                 and (of or row.shares or size == in_their_form(row))
                 for row in rows
             )
-            if not found:
+            if not is_matched:
                 missing.append(f"{name} {shape}")
     return missing
 
@@ -136,28 +136,27 @@ def example(make: Callable[[str], Made], device: str) -> dict[str, Any]:
     model, adam, kept = make(device)
     ours = gpumem_otel.report(model, adam)
     print(f"======== {make.__name__}\n{ours}")
-    found: dict[str, Any] = {"example": make.__name__, "rows": len(ours.tensors)}
-    on_device = [one for one in ours.devices if one.device.startswith(device)]
-    for one in on_device:
-        found["used_bytes"] = one.used_bytes
-        found["allocated_bytes"] = one.allocated_bytes
-        found["parts"] = {part.name: part.size_bytes for part in one.parts}
-        if one.allocated_bytes is not None:
-            assert one.allocated_bytes == torch.cuda.memory_allocated()
-            assert sum(part.size_bytes for part in one.parts) == one.allocated_bytes
+    result: dict[str, Any] = {"example": make.__name__, "rows": len(ours.tensors)}
+    for report in (entry for entry in ours.devices if entry.device.startswith(device)):
+        result["used_bytes"] = report.used_bytes
+        result["allocated_bytes"] = report.allocated_bytes
+        result["parts"] = {part.name: part.size_bytes for part in report.parts}
+        if report.allocated_bytes is not None:
+            assert report.allocated_bytes == torch.cuda.memory_allocated()
+            assert sum(part.size_bytes for part in report.parts) == report.allocated_bytes
     if MemReporter is not None:
         theirs = MemReporter(model)
         if adam is not None:
             theirs.add_optimizer(adam)
         theirs.report(verbose=True)
-        found["unmatched"] = unmatched(theirs, ours)
-        print(f"lines of pytorch_memlab without one of ours: {found['unmatched'] or 'none'}\n")
+        result["unmatched"] = unmatched(theirs, ours)
+        print(f"lines of pytorch_memlab without one of ours: {result['unmatched'] or 'none'}\n")
     del kept
-    return found
+    return result
 
 
 def cost(tensors: int, device: str) -> dict[str, Any]:
-    """Seconds of a report beside so many tensors in a model."""
+    """Seconds of a report with so many tensors in a model."""
     layers = torch.nn.ModuleList(torch.nn.Linear(4, 4, device=device) for _ in range(tensors // 2))
     seconds = []
     for _ in range(5):

@@ -23,7 +23,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpumem_otel.recording.writer import RecordingWriter, load_recording
+from gpumem_otel.recording.reader import load_recording
+from gpumem_otel.recording.writer import RecordingWriter
 from gpumem_otel.snapshot.stacks import identity_namer
 
 OUT = Path(__file__).parents[1] / "tests" / "data" / "jobs"

@@ -9,7 +9,7 @@ import click
 from gpumem_otel.cli.common import keep_inputs, name_of, progress, read_bytes, warn, write_output
 
 if TYPE_CHECKING:
-    from gpumem_otel.recording.format import Recording
+    from gpumem_otel.recording.recorded import Recording
 
 _EPILOG = """\b
 Examples:
@@ -38,7 +38,7 @@ def command(source: str, output: str, at: str) -> None:
     """Turn the recording IN into a snapshot pickle that memory_viz reads."""
     from gpumem_otel.profiles.of_file import raw_or_recording
     from gpumem_otel.recording import torch_dump
-    from gpumem_otel.recording.writer import load_recording
+    from gpumem_otel.recording.reader import load_recording
     from gpumem_otel.snapshot import load
 
     keep_inputs(output, source)

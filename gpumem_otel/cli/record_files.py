@@ -134,7 +134,7 @@ def report(path: Path) -> tuple[int, list[str]]:
     """Number of readings of a recording, 0 where it can not be read; lines to say about it."""
     from gpumem_otel.base.text import human_bytes
     from gpumem_otel.errors import SnapshotError
-    from gpumem_otel.recording.writer import load_recording
+    from gpumem_otel.recording.reader import load_recording
 
     try:
         with path.open("rb") as file:
@@ -157,7 +157,7 @@ def _writer(path: Path) -> Identity | None:
         OSError: it can not be read.
     """
     from gpumem_otel.errors import SnapshotError
-    from gpumem_otel.recording.writer import load_recording
+    from gpumem_otel.recording.reader import load_recording
 
     with path.open("rb") as file:
         head = file.read(_HEADER_BYTES)

@@ -1,13 +1,12 @@
-"""What lines of code did to the memory of each device: the books of the line profiler.
+"""Accounts for what each line of code did to the memory of each device.
 
-The books are told of moments (a line begins, a function is entered or left) together with the
-counters at that moment, and know nothing of where either comes from. Between two moments lies an
-interval that belongs to one line of each function that is under way:
+Input are moments (a line begins, a function is entered or left) with the counters at that moment.
+The interval between two moments belongs to one line of each running function:
 
 * what a line allocates is counted for the line itself and for every line that called it, as in a
   `line_profiler`; the tree of calls keeps what is a line's own, so that a flame graph adds up;
 * devices have one allocator for all threads, so what other threads do meanwhile counts too;
-* a generator or coroutine that is suspended is not under way, and is charged nothing.
+* a suspended generator or coroutine does not run, and nothing is counted for it.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ BASE_COLUMNS: Final = (
 _ALLOCATED, _PEAK, _BYTES, _COUNT = 0, 1, 4, 5
 
 MAX_NODES: Final = 10_000
-"""Distinct chains of calls that are told apart; what comes after them counts for its caller."""
+"""Distinct chains of calls that are kept; any further one counts for its caller."""
 
 _MAX_DEPTH: Final = 512
-"""Frames of a stack in a profile; a recursion deeper than that is cut in the middle."""
+"""Frames of a stack in a profile; a deeper recursion is cut in the middle."""
 
 Moment: TypeAlias = "Mapping[int, Sequence[int]]"
-"""Device -> counters in the order of the columns; a `.peak` is that since the moment before."""
+"""Device -> counters in the order of the columns; a `.peak` is that since the last moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,11 @@ class LineUse:
         last_bytes: allocated after its last execution.
         net_bytes: allocated after minus before, over all executions: what the line left behind.
         peak_bytes: the most that was allocated while it ran.
-        peak_rise_bytes: that peak minus what was allocated before, in the worst execution.
+        peak_rise_bytes: the largest difference between the peak of an execution and what was
+            allocated before it.
         allocation_bytes: allocated by it and what it called, over all executions; as the
             allocator rounds, freed or not.
-        allocations: how many that were.
+        allocations: how many allocations that were.
         columns: torch's name -> the largest value in any execution: of a `.current` after it, of
             a `.peak` while it ran, of an `.allocated` or `.freed` what the execution added.
         shown: the device was the one to show (`set_target_gpu`) when the line ran.
@@ -86,7 +86,7 @@ class LineRow:
 
     Attributes:
         hits: how often; for the first line of a function how often it was called.
-        devices: device -> what it did there.
+        devices: what it did, by device.
     """
 
     line: int
@@ -100,7 +100,7 @@ class FunctionLines:
 
     Attributes:
         name: qualified name.
-        source: its lines of text from `first_line` on, () where they can not be found.
+        source: its lines of text from `first_line` on, () where they cannot be found.
         rows: the lines that ran.
     """
 
@@ -119,7 +119,7 @@ class FunctionLines:
 
 
 class _Use:
-    """Sums of one line on one device."""
+    """Totals of one line on one device."""
 
     __slots__ = ("allocation_bytes", "allocations", "high", "last", "net", "rise", "shown")
 
@@ -138,7 +138,14 @@ class _Line:
 
 
 class _Activation:
-    """A function under way in one thread, and the interval of its present line."""
+    """A running function in one thread, and the interval of its current line.
+
+    Attributes:
+        entered: counters when the function was entered; `before`, when its current line began.
+        peaks: by device, of the current line; `high`, of all lines that have ended.
+        called: device -> [allocations, bytes] of what the current line called.
+        is_call: no line has begun since the call.
+    """
 
     __slots__ = (
         "before", "called", "entered", "function", "high", "is_call", "line", "node", "peaks"
@@ -156,11 +163,14 @@ class _Activation:
 
 
 class LineAccounts:
-    """Sums by function and line. Not safe from several threads at once: the caller has a lock.
+    """Totals by function and line. Not safe from several threads at once: the caller locks.
 
     Args:
         columns: names of the counters in a `Moment`; begins with `BASE_COLUMNS`.
         max_nodes: see `MAX_NODES`.
+
+    Attributes:
+        target: the device to show; None: all.
     """
 
     def __init__(self, columns: Sequence[str] = BASE_COLUMNS, max_nodes: int = MAX_NODES) -> None:
@@ -168,16 +178,16 @@ class LineAccounts:
         self.target: int | None = None
         kinds = [name.rpartition(".")[2] for name in self.columns]
         self._peaks = [i for i, kind in enumerate(kinds) if kind == "peak"]
-        self._flows = [i for i, kind in enumerate(kinds) if kind in {"allocated", "freed"}]
+        self._counts = [i for i, kind in enumerate(kinds) if kind in {"allocated", "freed"}]
         self._states = [
-            i for i in range(len(kinds)) if i not in self._peaks and i not in self._flows
+            i for i in range(len(kinds)) if i not in self._peaks and i not in self._counts
         ]
         self._max_nodes = max_nodes
         self._stacks: dict[int, list[_Activation]] = {}
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was counted; functions under way are known again at their next line."""
+        """Forget what was counted; running functions are counted again from their next line on."""
         self._stacks.clear()
         self._lines: dict[int, dict[int, _Line]] = {}
         self._calls: dict[int, int] = {}
@@ -186,7 +196,7 @@ class LineAccounts:
 
     def enter(self, thread: int, function: int, line: int, now: Moment, *, call: bool) -> None:
         """A function begins (`call`) or goes on after it was suspended."""
-        self._fold(now)
+        self._raise_peaks(now)
         stack = self._stacks.setdefault(thread, [])
         if call:
             self._calls[function] = self._calls.get(function, 0) + 1
@@ -199,14 +209,14 @@ class LineAccounts:
         """A line begins; the one before it in this function has ended."""
         stack = self._stacks.get(thread)
         if not stack or stack[-1].function != function:
-            self.enter(thread, function, line, now, call=False)  # under way before we looked
+            self.enter(thread, function, line, now, call=False)  # it ran before profiling began
             self._hit(function, line)
             return
-        self._fold(now)
+        self._raise_peaks(now)
         top = stack[-1]
         is_call, top.is_call = top.is_call, False
         if is_call and line == top.line:
-            return  # the function stands in one line, which is its call and its body
+            return  # a function of one line, which is its call and its body
         self._close(top, now)
         top.line, top.before, top.peaks, top.called = line, now, {}, {}
         top.node = self._node(stack[-2].node if len(stack) > 1 else -1, function, line)
@@ -217,18 +227,18 @@ class LineAccounts:
         stack = self._stacks.get(thread)
         if not stack or stack[-1].function != function:
             return
-        self._fold(now)
+        self._raise_peaks(now)
         self._pop(thread, stack, now)
 
     def drop(self, thread: int, now: Moment) -> None:
-        """Nothing is under way in this thread any more."""
+        """No function runs in this thread any more."""
         stack = self._stacks.get(thread)
-        self._fold(now)
+        self._raise_peaks(now)
         while stack:
             self._pop(thread, stack, now)
 
     def open_threads(self) -> tuple[int, ...]:
-        """Threads in which a function is under way."""
+        """Threads in which a function runs."""
         return tuple(self._stacks)
 
     def calls(self, function: int) -> int:
@@ -249,18 +259,18 @@ class LineAccounts:
     def chains(self) -> dict[tuple[tuple[int, int], ...], dict[int, tuple[int, int]]]:
         """Chain of (function, line), innermost first -> device -> own (allocations, bytes)."""
         keys = list(self._nodes)
-        found = {}
+        chains = {}
         for key, own in zip(keys, self._own, strict=True):
             if not own:
                 continue
-            chain, at = [], key
+            (parent, *line), chain = key, []
             while True:
-                chain.append(at[1:])
-                if at[0] < 0:
+                chain.append((line[0], line[1]))
+                if parent < 0:
                     break
-                at = keys[at[0]]
-            found[tuple(chain)] = {d: (count, size) for d, (count, size) in own.items()}
-        return found
+                parent, *line = keys[parent]
+            chains[tuple(chain)] = {d: (count, size) for d, (count, size) in own.items()}
+        return chains
 
     def _use(self, use: _Use) -> LineUse:
         return LineUse(
@@ -281,36 +291,34 @@ class LineAccounts:
 
     def _node(self, parent: int, function: int, line: int) -> int:
         key = (parent, function, line)
-        found = self._nodes.get(key)
-        if found is not None:
-            return found
-        if len(self._nodes) >= self._max_nodes:
-            return parent
-        self._nodes[key] = node = len(self._nodes)
-        self._own.append({})
-        return node
+        if key not in self._nodes:
+            if len(self._nodes) >= self._max_nodes:
+                return parent
+            self._nodes[key] = len(self._nodes)
+            self._own.append({})
+        return self._nodes[key]
 
-    def _fold(self, now: Moment) -> None:
-        """The peak since the moment before belongs to every line that is innermost somewhere."""
+    def _raise_peaks(self, now: Moment) -> None:
+        """Count the peak since the last moment for the innermost line of every thread."""
         for stack in self._stacks.values():
             _raise_to(stack[-1].peaks, now, self._peaks)
 
     def _pop(self, thread: int, stack: list[_Activation], now: Moment) -> None:
-        gone = stack.pop()
-        self._close(gone, now)
+        callee = stack.pop()
+        self._close(callee, now)
         if not stack:
             del self._stacks[thread]
             return
         caller = stack[-1]
-        _raise_to(caller.peaks, gone.high, self._peaks)
+        _raise_to(caller.peaks, callee.high, self._peaks)
         for device, values in now.items():
-            before = gone.entered.get(device)
-            sums = caller.called.setdefault(device, [0, 0])
-            sums[0] += _flow(before, values, _COUNT)
-            sums[1] += _flow(before, values, _BYTES)
+            before = callee.entered.get(device)
+            called = caller.called.setdefault(device, [0, 0])
+            called[0] += _growth(before, values, _COUNT)
+            called[1] += _growth(before, values, _BYTES)
 
     def _close(self, activation: _Activation, now: Moment) -> None:
-        """Book the interval of the activation's present line, which ends now."""
+        """Count the interval of the activation's current line, which ends now."""
         lines = self._lines.setdefault(activation.function, {})
         devices = lines.setdefault(activation.line, _Line()).devices
         for device, values in now.items():
@@ -323,13 +331,13 @@ class LineAccounts:
                 high[i] = max(high[i], values[i])
             for i in self._peaks:
                 high[i] = max(high[i], peaks[i])
-            for i in self._flows:
-                high[i] = max(high[i], _flow(before, values, i))
-            held = before[_ALLOCATED] if before is not None else 0
-            count, size = _flow(before, values, _COUNT), _flow(before, values, _BYTES)
+            for i in self._counts:
+                high[i] = max(high[i], _growth(before, values, i))
+            allocated_before = before[_ALLOCATED] if before is not None else 0
+            count, size = _growth(before, values, _COUNT), _growth(before, values, _BYTES)
             use.last = values[_ALLOCATED]
-            use.net += values[_ALLOCATED] - held
-            use.rise = max(use.rise, peaks[_PEAK] - held)
+            use.net += values[_ALLOCATED] - allocated_before
+            use.rise = max(use.rise, peaks[_PEAK] - allocated_before)
             use.allocations += count
             use.allocation_bytes += size
             use.shown = use.shown or self.target is None or self.target == device
@@ -342,18 +350,18 @@ class LineAccounts:
         _raise_to(activation.high, activation.peaks, self._peaks)
 
 
-def _raise_to(into: dict[int, list[int]], values: Moment, columns: Sequence[int]) -> None:
+def _raise_to(maxima: dict[int, list[int]], values: Moment, columns: Sequence[int]) -> None:
     for device, row in values.items():
-        have = into.get(device)
-        if have is None:
-            into[device] = list(row)
+        maximum = maxima.get(device)
+        if maximum is None:
+            maxima[device] = list(row)
         else:
             for i in columns:
-                have[i] = max(have[i], row[i])
+                maximum[i] = max(maximum[i], row[i])
 
 
-def _flow(before: Sequence[int] | None, after: Sequence[int], column: int) -> int:
-    """What a counter that only grows has grown by; one that was set to 0 meanwhile since then."""
+def _growth(before: Sequence[int] | None, after: Sequence[int], column: int) -> int:
+    """What a counter has grown by; where it was reset meanwhile, since then."""
     start = before[column] if before is not None else 0
     return after[column] - start if after[column] >= start else after[column]
 
@@ -365,11 +373,11 @@ def line_profiles(
 ) -> tuple[HeapProfile, ...]:
     """What profiled lines allocated, one profile per device; each frame is a line.
 
-    Bytes count once, for the innermost profiled line; sums are the allocator's own counter over
-    the outermost calls.
+    Bytes count once, for the innermost profiled line; the total is the growth of the allocator's
+    counter over the outermost calls.
 
     Args:
-        functions: by the numbers that the chains hold.
+        functions: by their numbers in the chains.
         chains: `LineAccounts.chains`.
         time_ns: when it was asked for, nanoseconds since 1970.
     """

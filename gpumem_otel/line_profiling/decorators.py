@@ -1,8 +1,8 @@
-"""What a decorator is put on, and functions that are traced while they run.
+"""Applies a decorator to functions and classes, and wraps functions to trace them while they run.
 
-The latter are for Pythons without `sys.monitoring`. A wrapper is of the same kind as what it wraps
-(function, generator, coroutine, asynchronous generator), since frameworks ask. Of what can be
-suspended, each stretch between two suspensions is traced by itself, in whatever thread it runs.
+Functions are wrapped where Python has no `sys.monitoring`. A wrapper is of the same kind as what it
+wraps (function, generator, coroutine, asynchronous generator), since frameworks check that. Each
+stretch of a generator or coroutine between two suspensions is traced in the thread that runs it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ def traced(function: Callable[..., Any], recorder: LineRecorder) -> Callable[...
 
 
 def _is_compiling() -> Callable[[], bool]:
-    """What the tracer of `torch.compile` takes for True: it must see nothing but the first line."""
-    torch: Any = sys.modules.get("torch")
-    found: Callable[[], bool] | None = getattr(
-        getattr(torch, "compiler", None), "is_compiling", None
-    )
-    return found or (lambda: False)
+    """A function that `torch.compile` takes for True, so that it compiles none of the wrapper."""
+    compiler: Any = getattr(sys.modules.get("torch"), "compiler", None)
+    is_compiling: Callable[[], bool] = getattr(compiler, "is_compiling", lambda: False)
+    return is_compiling
 
 
 def _plain(function: Callable[..., Any], recorder: LineRecorder) -> Callable[..., Any]:
@@ -86,7 +84,7 @@ def _async_generator(function: Callable[..., Any], recorder: LineRecorder) -> Ca
             except GeneratorExit:
                 await _Stretches(items.aclose(), recorder)
                 raise
-            except BaseException as error:  # whatever is thrown in goes on to the generator
+            except BaseException as error:  # what is thrown in is passed to the generator
                 step = items.athrow(error)
             else:
                 step = items.asend(sent)
@@ -95,9 +93,9 @@ def _async_generator(function: Callable[..., Any], recorder: LineRecorder) -> Ca
 
 
 class _Stretches:
-    """A generator, coroutine or step of one, each of whose stretches is traced.
+    """Traces each stretch of a generator, a coroutine or a step of one.
 
-    `yield from` and `await` hand everything on to it: values, exceptions, the end.
+    `yield from` and `await` pass on everything: values, exceptions, the end.
     """
 
     def __init__(self, inner: Any, recorder: LineRecorder) -> None:
@@ -113,27 +111,24 @@ class _Stretches:
         return self.send(None)
 
     def send(self, value: Any) -> Any:
-        """As of a generator."""
         with self._recorder.scope():
             return self._inner.send(value)
 
     def throw(self, *error: Any) -> Any:
-        """As of a generator."""
         with self._recorder.scope():
             return self._inner.throw(*error)
 
     def close(self) -> None:
-        """As of a generator."""
         with self._recorder.scope():
             self._inner.close()
 
 
 def decorate(target: Any, follow: Callable[[Any], Any]) -> Any:
-    """The same kind of thing, with its functions followed.
+    """The target with its functions replaced.
 
     Args:
         target: function, method, `staticmethod`, `classmethod`, `property` or class.
-        follow: is given each function, and returns what takes its place.
+        follow: takes a function and returns its replacement.
     """
     if inspect.isclass(target):
         for name, member in _members(target):
@@ -146,12 +141,12 @@ def decorate(target: Any, follow: Callable[[Any], Any]) -> Any:
         changed = follow(inner)
         return target if changed is inner else type(target)(changed)
     if isinstance(target, property):
-        parts = (target.fget, target.fset, target.fdel)
-        changed = tuple(None if part is None else follow(part) for part in parts)
-        if changed == parts:
+        accessors = (target.fget, target.fset, target.fdel)
+        changed = tuple(None if part is None else follow(part) for part in accessors)
+        if changed == accessors:
             return target
-        made: Any = type(target)
-        return made(*changed, target.__doc__)
+        property_type: Any = type(target)
+        return property_type(*changed, target.__doc__)
     if isinstance(target, functools.cached_property):
         target.func = follow(target.func)
         return target
@@ -159,7 +154,7 @@ def decorate(target: Any, follow: Callable[[Any], Any]) -> Any:
 
 
 def _members(owner: type) -> list[tuple[str, Any]]:
-    """What a class body defines with Python code of its own in it."""
+    """The members of a class body that have Python code."""
     return [
         (name, member)
         for name, member in list(vars(owner).items())
@@ -169,7 +164,7 @@ def _members(owner: type) -> list[tuple[str, Any]]:
 
 
 def functions_of(target: Any) -> list[Any]:
-    """The function itself, or all that a class body or a property defines."""
+    """The function itself, or all functions of a class body or a property."""
     if inspect.isclass(target):
         return [part for _, member in _members(target) for part in functions_of(member)]
     if isinstance(target, property):

@@ -1,17 +1,15 @@
-"""Peaks of a short while, beside the job's own: the allocator keeps one peak, and many ask for it.
+"""Reads the peaks of lines without disturbing the peaks that the job reads.
 
-The peak of one line of code is only known if the allocator's peak is set back when the line
-begins (`torch._C._cuda_resetPeakMemoryStats`), and the allocator can not be given its old peak
-again. So as long as somebody profiles lines, every reader has a peak of its own here, the job
-first of all: what is read is the largest value since that reader's own last reset, whoever else
-has set the counter back meanwhile. To that end the four functions of `torch._C` that read and
-reset these counters are replaced. They stay replaced after the last profiler has ended, until
-what the allocator says is right again by itself (the job has reset its peak, or has gone above
-it); then torch's own functions are put back.
+The peak of one line is known only if the allocator's peak is reset when the line begins
+(`torch._C._cuda_resetPeakMemoryStats`), and the old peak cannot be restored in the allocator. So
+while lines are profiled, each reader, the job included, has a peak of its own here: the largest
+value since that reader's last reset, however often others have reset the counter. For that the
+four functions of `torch._C` that read and reset these counters are replaced. They stay replaced
+after the last profiler has ended, until the allocator's own value is right again (the job has reset
+its peak, or has exceeded it); then torch's functions are put back.
 
-Limits: what reads the counters in C++, without Python, sees the peak of the last line. A peak
-that another thread makes and takes back within the microseconds between reading and resetting is
-not seen by anybody.
+Limits: code that reads the counters in C++, without Python, gets the peak of the last line. A peak
+that another thread reaches and leaves in the microseconds between reading and resetting is lost.
 """
 
 from __future__ import annotations
@@ -38,29 +36,29 @@ _Peaks = dict[_Path, int]
 
 
 def _peaks_of(raw: Any) -> _Peaks:
-    """Every peak in the nested counters, by where it stands."""
-    found: _Peaks = {}
+    """Every peak in the nested counters, by its path."""
+    peaks: _Peaks = {}
     for name, entry in raw.items():
         if type(entry) is not dict:
             continue
         if "peak" in entry:  # the oversize counters have no pools
-            found[(name,)] = entry["peak"]
+            peaks[(name,)] = entry["peak"]
             continue
         for pool, values in entry.items():
             if type(values) is dict and "peak" in values:
-                found[(name, pool)] = values["peak"]
-    return found
+                peaks[(name, pool)] = values["peak"]
+    return peaks
 
 
-def _raised(kept: _Peaks, seen: _Peaks) -> _Peaks:
-    return {path: max(peak, kept.get(path, peak)) for path, peak in seen.items()}
+def _maxima(kept: _Peaks, peaks: _Peaks) -> _Peaks:
+    return {path: max(peak, kept.get(path, peak)) for path, peak in peaks.items()}
 
 
 def counter_at(raw: Any, path: Sequence[str]) -> int:
     """One of the nested counters.
 
     Args:
-        raw: answer of `torch._C._cuda_memoryStats`.
+        raw: result of `torch._C._cuda_memoryStats`.
         path: the parts of its name in `torch.cuda.memory_stats()`.
 
     Raises:
@@ -77,18 +75,18 @@ _LOCKS: dict[int, threading.RLock] = {}
 def process_lock() -> threading.RLock:
     """The one lock of line profiling in this process.
 
-    One, since the collector may run a profiled finalizer in a thread that holds any of ours, and
-    then two locks would be taken in either order. Reentrant for the same reason, and by process,
-    since a forked child may inherit it held by a thread that is not there.
+    One, since the collector may run a profiled finalizer in a thread that holds any lock of ours,
+    and two could then be taken in either order. Reentrant for the same reason. One per process,
+    since a forked child may inherit it held by a thread that does not exist there.
     """
     return _LOCKS.setdefault(os.getpid(), threading.RLock())
 
 
 class SharedPeaks:
-    """One reader's peaks do not disturb another's. One object per `torch._C`.
+    """Keeps a peak for the job and for each view. One object per `torch._C`.
 
     Args:
-        c: `torch._C`, or what stands for it.
+        c: `torch._C`, or a substitute.
     """
 
     def __init__(self, c: Any) -> None:
@@ -102,14 +100,14 @@ class SharedPeaks:
         self._views: list[dict[int, _Peaks]] = []
 
     def open(self) -> dict[int, _Peaks]:
-        """Begin to read peaks; hand what is returned to `read` and `close`."""
+        """Begin to read peaks; pass the returned view to `read` and `close`."""
         view: dict[int, _Peaks] = {}
         with self._lock:
             self._views.append(view)
         return view
 
     def close(self, view: dict[int, _Peaks]) -> None:
-        """End it; torch's functions come back as soon as they are right."""
+        """End a view; torch's functions are put back as soon as their values are right."""
         with self._lock:
             self._views = [kept for kept in self._views if kept is not view]
             self._settle()
@@ -118,7 +116,7 @@ class SharedPeaks:
         """The nested counters of a device, with the peaks since this view's last reading.
 
         Raises:
-            CaptureError: this torch can not reset its peaks.
+            CaptureError: this torch cannot reset its peaks.
         """
         with self._lock:
             self._patch()
@@ -128,17 +126,17 @@ class SharedPeaks:
             raw: dict[str, Any] = read(device)
             reset(device)
             self._note(device, _peaks_of(raw), view)
-            mine = view.pop(device, None)
-        if mine:
-            _write(raw, mine)
+            own = view.pop(device, None)
+        if own:
+            _write(raw, own)
         return raw
 
-    def _note(self, device: int, seen: _Peaks, reader: dict[int, _Peaks] | None) -> None:
-        """Keep what is about to be lost, for the job and for every view but the reader's."""
-        self._job[device] = _raised(self._job.get(device, {}), seen)
+    def _note(self, device: int, peaks: _Peaks, reader: dict[int, _Peaks] | None) -> None:
+        """Before a reset, keep the peaks for the job and for every view but the reader's."""
+        self._job[device] = _maxima(self._job.get(device, {}), peaks)
         for view in self._views:
             if view is not reader:
-                view[device] = _raised(view.get(device, {}), seen)
+                view[device] = _maxima(view.get(device, {}), peaks)
 
     def _patch(self) -> None:
         if self._patches:
@@ -185,7 +183,7 @@ class SharedPeaks:
         return reset
 
     def _settle(self) -> None:
-        """Put torch's own functions back where nobody needs ours any more."""
+        """Put torch's own functions back once ours are not needed."""
         if self._views or not self._patches:
             return
         for device, kept in list(self._job.items()):
@@ -194,13 +192,13 @@ class SharedPeaks:
         if not self._job:
             reverted = [patch.revert() for patch in self._patches]
             self._patches = []
-            # where somebody has wrapped ours, ours stays below it: do not take it for torch's own
+            # a function of ours that was wrapped stays in place: do not take it for torch's own
             if all(reverted):
                 self._read_raw = self._reset_raw = None
 
 
 def _write(raw: dict[str, Any], kept: _Peaks) -> bool:
-    """Raise the peaks in the nested counters to those kept; whether any was below."""
+    """Raise the peaks in the nested counters to those kept; returns whether any was below."""
     below = False
     for path, peak in kept.items():
         at: Any = raw
@@ -216,11 +214,11 @@ _SHARED: dict[int, SharedPeaks] = {}
 
 
 def _shared(c: Any) -> SharedPeaks:
-    """The one of this process and module, so that all profilers share it."""
-    found = _SHARED.get(id(c))
-    if found is None or found._c is not c or found._pid != os.getpid():  # noqa: SLF001
-        found = _SHARED[id(c)] = SharedPeaks(c)
-    return found
+    """The one that all profilers of this process and module share."""
+    shared = _SHARED.get(id(c))
+    if shared is None or shared._c is not c or shared._pid != os.getpid():  # noqa: SLF001
+        shared = _SHARED[id(c)] = SharedPeaks(c)
+    return shared
 
 
 class TorchLineReader:
@@ -230,7 +228,7 @@ class TorchLineReader:
 
     Args:
         columns: names of counters, as in `torch.cuda.memory_stats()`.
-        find_torch: the module, None while it is not imported.
+        find_torch: returns the module, None while it is not imported.
     """
 
     def __init__(
@@ -248,7 +246,7 @@ class TorchLineReader:
         """Device -> values in the order of the columns; peaks are those since the last reading.
 
         Raises:
-            CaptureError: there is no such column, or this torch can not reset its peaks.
+            CaptureError: there is no such column, or this torch cannot reset its peaks.
         """
         torch = self._find_torch()
         cuda = getattr(torch, "cuda", None)
@@ -265,26 +263,19 @@ class TorchLineReader:
         }
 
     def _values(self, raw: dict[str, Any]) -> tuple[int, ...]:
-        try:
-            return tuple([counter_at(raw, path) for path in self._paths])
-        except (KeyError, TypeError):
-            wrong = next(path for path in self._paths if not _has(raw, path))
-            known = ", ".join(sorted(raw))
-            raise CaptureError(
-                f"lines: {'.'.join(wrong)} is no counter of this torch's memory_stats(); "
-                f"it begins with one of {known}"
-            ) from None
+        values = []
+        for path in self._paths:
+            try:
+                values.append(counter_at(raw, path))
+            except (KeyError, TypeError):  # noqa: PERF203 - names the one that is missing
+                raise CaptureError(
+                    f"lines: {'.'.join(path)} is not a counter of this torch's memory_stats(); "
+                    f"it begins with one of {', '.join(sorted(raw))}"
+                ) from None
+        return tuple(values)
 
     def close(self) -> None:
-        """Read no more."""
+        """Release the counters; a later `read` begins anew."""
         if self._shared is not None:
             self._shared.close(self._view)
             self._shared = None
-
-
-def _has(raw: Any, path: Sequence[str]) -> bool:
-    try:
-        counter_at(raw, path)
-    except (KeyError, TypeError):
-        return False
-    return True

@@ -1,9 +1,8 @@
-"""The line profiler itself: functions, the moments at which their lines begin, and the counters.
+"""Records the memory counters at every line of the profiled functions.
 
-A `LineRecorder` joins three parts: a hook that tells of lines (`line_profiling/tracing.py`), a
-reader of counters (`line_profiling/peaks.py`) and the books (`line_profiling/accounts.py`). It is
-called on the job's threads, so it never raises there: a failure is logged once, and its profiling
-ends.
+A `LineRecorder` connects a hook that reports lines (`line_profiling/tracing.py`), a reader of
+counters (`line_profiling/peaks.py`) and the accounts (`line_profiling/accounts.py`). It is called
+on the job's threads and never raises there: after a failure, which is logged, it stops.
 """
 
 from __future__ import annotations
@@ -38,23 +37,23 @@ if TYPE_CHECKING:
 _log = named_logger("gpumem_otel.capture")
 
 MAX_FUNCTIONS: Final = 1000
-"""Functions that one profiler follows."""
+"""Functions that one profiler may follow."""
 
 
 class CounterReader(Protocol):
-    """Where the counters come from."""
+    """Reads the counters."""
 
     def read(self) -> Moment:
-        """Counters of every device in use; peaks are those since the reading before."""
+        """Counters of every device in use; peaks are those since the last reading."""
         ...
 
     def close(self) -> None:
-        """Nothing more is read for a while."""
+        """Release what reading needs; a later `read` begins anew."""
         ...
 
 
 class _Function:
-    """What is followed: one function, or a cell, whose code objects are the whole file."""
+    """A followed function, or a notebook cell, whose code objects are the whole file."""
 
     def __init__(
         self,
@@ -85,7 +84,7 @@ class _Function:
 
 
 def code_of(function: Any) -> CodeType | None:
-    """The code object of a function written in Python, below decorators; None of anything else."""
+    """The code object of a Python function, below its decorators; None for anything else."""
     function = inspect.unwrap(getattr(function, "__func__", function))
     code = getattr(getattr(function, "__func__", function), "__code__", None)
     return code if inspect.iscode(code) else None
@@ -95,9 +94,15 @@ class LineRecorder:
     """Follows functions line by line while it is on. A `Sink`, safe from any thread.
 
     Args:
-        columns: counters beside the usual ones, named as in `torch.cuda.memory_stats()`.
+        columns: counters to read in addition, named as in `torch.cuda.memory_stats()`.
         reader: makes the reader of these columns.
-        hook: where the events come from, by default that of this process.
+        hook: reports the lines, by default that of this process.
+
+    Attributes:
+        target: returns the device to show, None for all.
+        finished: called with number and calls when a function has returned or raised.
+        failure: why nothing is recorded, "" where it is.
+        on: whether functions are followed.
     """
 
     def __init__(
@@ -117,16 +122,16 @@ class LineRecorder:
         self.on = False
         self._reader = reader(self.columns)
         self._hook = hook or line_hook()
-        self._books = LineAccounts(self.columns)
+        self._accounts = LineAccounts(self.columns)
         self._lock = process_lock()
         self._pid = os.getpid()
         self._functions: list[_Function] = []
         self._numbers: dict[int, int] = {}
 
-    # what is followed ----------------------------------------------------------------------
+    # The functions.
 
     def add(self, function: Any) -> int | None:
-        """Follow a function; its number, None where there are too many.
+        """Follow a function; returns its number, None where there are too many.
 
         Raises:
             ConfigError: it is not written in Python.
@@ -150,7 +155,7 @@ class LineRecorder:
             if known is not None:
                 return known
             if len(self._functions) >= MAX_FUNCTIONS:
-                _log.warning("%s is not profiled: %d functions are", name, MAX_FUNCTIONS)
+                _log.warning("%s is not profiled: %d functions are the limit", name, MAX_FUNCTIONS)
                 return None
             number = len(self._functions)
             function = _Function(number, name, module, codes, whole_file=whole_file)
@@ -161,7 +166,7 @@ class LineRecorder:
             return number
 
     def start(self) -> None:
-        """Be told of lines from now on."""
+        """Record from now on."""
         with self._lock:
             if self.on or self._pid != os.getpid():
                 return
@@ -170,7 +175,7 @@ class LineRecorder:
                 self._subscribe(function.codes)
 
     def stop(self) -> None:
-        """Be told no more; what was counted stays."""
+        """Record no more; what was counted stays."""
         with self._lock:
             self.on = False
             for function in self._functions:
@@ -182,15 +187,15 @@ class LineRecorder:
                 self._drop_all()
                 self._reader.close()
             except Exception:
-                _log.warning("the counters of profiled lines were not given back", exc_info=True)
+                _log.warning("the counters of profiled lines were not released", exc_info=True)
 
     def clear(self) -> None:
         """Forget what was counted; functions stay."""
         with self._lock:
-            self._books.clear()
+            self._accounts.clear()
 
     def scope(self, *, threads: bool = False) -> ExitStack:
-        """In this thread (and in those started meanwhile) functions are followed until its end."""
+        """Until its end, functions are followed in this thread; `threads`: in new ones too."""
         stack = ExitStack()
         if threads and isinstance(self._hook, SettraceHook):
             stack.enter_context(self._hook.new_threads())
@@ -202,23 +207,23 @@ class LineRecorder:
             self.failure = "every tool id of sys.monitoring is taken"
 
     def _drop_all(self) -> None:
-        threads = self._books.open_threads()
+        threads = self._accounts.open_threads()
         if threads:
             now = self._reader.read()
             for thread in threads:
-                self._books.drop(thread, now)
+                self._accounts.drop(thread, now)
 
-    # what the hook tells ---------------------------------------------------------------------
+    # The events of the hook.
 
     def entered(self, code: CodeType, line: int, *, call: bool) -> None:
         """See `Sink`."""
-        self._book(
-            lambda now, number: self._books.enter(
+        self._record(
+            lambda now, number: self._accounts.enter(
                 threading.get_ident(),
                 number,
                 line,
                 now,
-                # a file has no line of its own that stands for the call
+                # the call of a whole file has no line
                 call=call and not self._functions[number].whole_file,
             ),
             code,
@@ -226,33 +231,33 @@ class LineRecorder:
 
     def reached(self, code: CodeType, line: int) -> None:
         """See `Sink`."""
-        self._book(
-            lambda now, number: self._books.line(threading.get_ident(), number, line, now), code
+        self._record(
+            lambda now, number: self._accounts.line(threading.get_ident(), number, line, now), code
         )
 
     def left(self, code: CodeType | None, *, finished: bool) -> None:
         """See `Sink`."""
         if code is None:
-            self._book(lambda now, _: self._books.drop(threading.get_ident(), now), None)
+            self._record(lambda now, _: self._accounts.drop(threading.get_ident(), now), None)
             return
-        number = self._book(
-            lambda now, number: self._books.leave(threading.get_ident(), number, now), code
+        number = self._record(
+            lambda now, number: self._accounts.leave(threading.get_ident(), number, now), code
         )
         if finished and number is not None and self.finished is not None:
             try:
-                self.finished(number, self._books.calls(number))
+                self.finished(number, self._accounts.calls(number))
             except Exception:
-                _log.warning("the lines of %s were not shown", code.co_name, exc_info=True)
+                _log.warning("the lines of %s were not printed", code.co_name, exc_info=True)
 
-    def _book(self, entry: Callable[[Moment, int], None], code: CodeType | None) -> int | None:
+    def _record(self, entry: Callable[[Moment, int], None], code: CodeType | None) -> int | None:
         if not self.on or self._pid != os.getpid():
             return None
         try:
             with self._lock:
                 number = -1 if code is None else self._numbers[id(code)]
-                if code is None and threading.get_ident() not in self._books.open_threads():
+                if code is None and threading.get_ident() not in self._accounts.open_threads():
                     return None
-                self._books.target = self.target()
+                self._accounts.target = self.target()
                 entry(self._reader.read(), number)
             return number
         except Exception as error:
@@ -262,18 +267,20 @@ class LineRecorder:
     def _fail(self, error: Exception) -> None:
         self.on = False
         self.failure = str(error) or type(error).__name__
-        _log.warning("lines are profiled no more, the job goes on: %s", self.failure, exc_info=True)
+        _log.warning("line profiling has stopped, the job goes on: %s", self.failure, exc_info=True)
         self.stop()
 
-    # what is asked ----------------------------------------------------------------------------
+    # The results.
 
     def functions(
         self, numbers: Sequence[int] | None = None, *, source: bool = True
     ) -> tuple[FunctionLines, ...]:
-        """The functions followed, with the lines that ran; in the order they were added."""
+        """The functions with the lines that ran, in the order in which they were added."""
         with self._lock:
             chosen = [f for f in self._functions if numbers is None or f.number in numbers]
-            counted = [(f, self._books.calls(f.number), self._books.rows(f.number)) for f in chosen]
+            counted = [
+                (f, self._accounts.calls(f.number), self._accounts.rows(f.number)) for f in chosen
+            ]
         return tuple(
             FunctionLines(
                 name=function.name,
@@ -290,7 +297,7 @@ class LineRecorder:
     def profiles(self) -> tuple[HeapProfile, ...]:
         """What the lines allocated, by chain of profiled lines; one profile per device."""
         with self._lock:
-            chains = self._books.chains()
+            chains = self._accounts.chains()
             names = {
                 f.number: FunctionLines(f.name, f.module, f.filename, f.first_line, 0, ())
                 for f in self._functions
@@ -311,7 +318,7 @@ _PUBLISHED: list[LineRecorder] = []
 
 
 def publish(recorder: LineRecorder) -> None:
-    """Let the metrics endpoint show what this recorder counts, for as long as the process lives."""
+    """Let the metrics endpoint show what this recorder counts, until the process ends."""
     _PUBLISHED.append(recorder)
 
 

@@ -1,9 +1,10 @@
-"""The line profiler's rows for people and machines: text, HTML, JSON, Prometheus text."""
+"""Renders the rows of the line profiler: text, HTML, JSON, Prometheus text, pandas, pprof."""
 
 from __future__ import annotations
 
 import html
 import json
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.base.text import human_bytes, printable, table
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from gpumem_otel.line_profiling.accounts import FunctionLines, LineRow
 
 METRIC_ROWS: Final = 200
-"""Pairs of line and device on the metrics endpoint: those that allocated most."""
+"""Pairs of line and device on the metrics endpoint, those that allocated most."""
 
 NOTHING: Final = "no line was profiled: no profiled function was called\n"
 _NO_GPU: Final = "(no GPU memory was used by this process)\n"
@@ -79,7 +80,7 @@ def _shown(row: LineRow | None, device: int | None) -> list[tuple[int, LineUse]]
 
 
 def _lines(function: FunctionLines) -> Iterator[tuple[int, LineRow | None, str]]:
-    """(number, row or None, source) of every line of the function; those without text too."""
+    """(number, row or None, source) of every line that ran or whose source is known."""
     rows = {row.line: row for row in function.rows}
     source = dict(enumerate(function.source, function.first_line))
     for number in sorted({*rows, *source}):
@@ -98,7 +99,7 @@ def line_cells(
         hits = "" if row is None else str(row.hits)
         shown = _shown(row, device)
         if row is not None and not row.devices:
-            shown = nothing  # it ran before the device was used
+            shown = nothing  # it ran before the device was in use
         if not shown:
             blanks = [""] * (len(headers) - 2)
             cells.append(["", hits, *blanks, str(number), code])
@@ -138,7 +139,7 @@ def lines_text(
 def lines_html(
     functions: Iterable[FunctionLines], columns: Sequence[str] = (), device: int | None = None
 ) -> str:
-    """The same tables for a notebook, a bar behind each peak; no script, no network."""
+    """The same tables for a notebook, with a bar for each peak; no script, no network."""
     parts = []
     for function in functions:
         if not function.rows:
@@ -164,7 +165,7 @@ def lines_html(
 
 
 def _bars(function: FunctionLines, device: int | None) -> dict[tuple[str, str], int]:
-    """(line, device) as shown -> the line's peak in percent of the function's."""
+    """(line, device) as in the cells -> the line's peak in percent of the function's."""
     peaks = {
         (str(row.line), str(at)): use.peak_bytes
         for row in function.rows
@@ -175,7 +176,7 @@ def _bars(function: FunctionLines, device: int | None) -> dict[tuple[str, str], 
 
 
 def lines_json(functions: Iterable[FunctionLines]) -> dict[str, Any]:
-    """Everything, for `json.dumps`; all devices, whichever are shown."""
+    """All rows of all devices, for `json.dumps`."""
     return {
         "format": "gpumem-lines",
         "version": 1,
@@ -204,16 +205,8 @@ def lines_json(functions: Iterable[FunctionLines]) -> dict[str, Any]:
 
 
 def _use_json(use: LineUse) -> dict[str, Any]:
-    return {
-        "after_bytes": use.after_bytes,
-        "last_bytes": use.last_bytes,
-        "net_bytes": use.net_bytes,
-        "peak_bytes": use.peak_bytes,
-        "peak_rise_bytes": use.peak_rise_bytes,
-        "allocation_bytes": use.allocation_bytes,
-        "allocations": use.allocations,
-        "columns": dict(use.columns),
-    }
+    numbers = {f.name: getattr(use, f.name) for f in fields(use) if f.type == "int"}
+    return {**numbers, "columns": dict(use.columns)}
 
 
 def lines_metrics(
@@ -222,7 +215,7 @@ def lines_metrics(
     """Prometheus text, format 0.0.4 of https://prometheus.io/docs/instrumenting/exposition_formats.
 
     Args:
-        functions: those of one name, file and line are added up.
+        functions: rows of one name, file and line are added up.
         rank: of this process.
         max_rows: pairs of line and device; the others are counted in
             `gpumem_line_rows_left_out`.
@@ -232,13 +225,13 @@ def lines_metrics(
         for row in function.rows:
             for device, use in row.devices.items():
                 key = (function.full_name, basename(function.filename), row.line, device)
-                have = rows.setdefault(key, [0, 0, 0, 0, 0, 0])
-                have[0] += row.hits
-                have[1] = max(have[1], use.after_bytes)
-                have[2] = max(have[2], use.peak_bytes)
-                have[3] += use.net_bytes
-                have[4] += use.allocation_bytes
-                have[5] += use.allocations
+                totals = rows.setdefault(key, [0, 0, 0, 0, 0, 0])
+                totals[0] += row.hits
+                totals[1] = max(totals[1], use.after_bytes)
+                totals[2] = max(totals[2], use.peak_bytes)
+                totals[3] += use.net_bytes
+                totals[4] += use.allocation_bytes
+                totals[5] += use.allocations
     most = sorted(rows.items(), key=lambda item: (-item[1][4], -item[1][2], item[0]))[:max_rows]
     most.sort()
     text = []
@@ -263,11 +256,8 @@ def _label(text: str) -> str:
     return text.replace("\\", "\\\\").replace("\n", "\\n").replace('"', '\\"')
 
 
-# What profiled lines did, as text, in a notebook, as JSON, pandas and pprof.
-
-
 class LineReport:
-    """What profiled lines did, at the moment it was asked for.
+    """What profiled lines did until the report was made.
 
     Args:
         functions: with their lines.
@@ -298,15 +288,15 @@ class LineReport:
         return lines_html(self.functions, self._columns, self._device)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, of all devices, as JSON takes it."""
+        """All rows of all devices, as plain values."""
         return lines_json(self.functions)
 
     def to_json(self) -> str:
-        """The same as text."""
+        """`to_dict()` as text."""
         return json.dumps(self.to_dict(), indent=1)
 
     def pprof(self) -> bytes:
-        """Bytes allocated, a line as frame, as gzipped pprof for `go tool pprof` and Pyroscope."""
+        """Bytes allocated, with a line as frame, as gzipped pprof (`go tool pprof`, Pyroscope)."""
         from gpumem_otel.base.profile import ProfileKind
         from gpumem_otel.profiles import pprof
 
@@ -328,7 +318,7 @@ class LineReport:
             place = {name: function[name] for name in ("module", "name", "file")}
             for line in function["lines"]:
                 for device, use in line["devices"].items():
-                    sums = {key: value for key, value in use.items() if key != "columns"}
+                    columns = use.pop("columns")
                     rows.append(
                         {
                             **place,
@@ -336,8 +326,8 @@ class LineReport:
                             "code": line["code"],
                             "device": int(device),
                             "hits": line["hits"],
-                            **sums,
-                            **use["columns"],
+                            **use,
+                            **columns,
                         }
                     )
         return pd.DataFrame(rows)

@@ -1,17 +1,17 @@
-"""Where line events come from: `sys.monitoring` from Python 3.12 on, `sys.settrace` before.
+"""Reports lines of profiled functions: `sys.monitoring` from Python 3.12 on, else `sys.settrace`.
 
-Both tell a `Sink` when a function of its own is entered, reaches a line, or is left. Nothing here
-knows of memory, and nothing here may raise into the job: a sink never raises.
+Both call a `Sink` when one of its functions is entered, reaches a line or is left. A sink never
+raises, so that nothing is raised into the job.
 
-`sys.monitoring`: a tool id of our own, events on the code objects of the profiled functions only,
-in every thread. Two events can not be asked for by code object: an exception that leaves a
-function, or is thrown into a generator. Those are on for the process while something is profiled,
-and cost nothing but where a Python frame is unwound.
+`sys.monitoring`: with a tool id of our own, in every thread, for the code objects of the profiled
+functions only. Two events cannot be limited to code objects: an exception leaves a function, or is
+thrown into a generator. These are on for the whole process while something is profiled, and cost
+time only where a Python frame is unwound.
 
 `sys.settrace`: on in a thread only while a profiled function runs there (`scope`). A tracer that
-is there already, a debugger or coverage, is called with every event as if it were alone, and is
-back in place afterwards; one that comes while a function runs takes over, and this call's
-remaining lines are lost.
+is set already, of a debugger or of coverage, is called with every event as if it were alone, and is
+put back afterwards. One that is set while a function runs takes over: the remaining lines of that
+call are lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = named_logger("gpumem_otel.capture")
 
 _TOOL_NAME: Final = "gpumem_otel"
 _TOOL_IDS: Final = (4, 3, 2)
-"""Free ones first: 0, 1, 2 and 5 belong to debuggers, coverage, profilers and optimizers."""
+"""Free ids first: 0, 1, 2 and 5 belong to debuggers, coverage, profilers and optimizers."""
 
 _SUSPENDS: Final = (
     inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
@@ -43,10 +43,10 @@ _Trace: TypeAlias = "Callable[[FrameType, str, Any], Any]"
 
 
 class Sink(Protocol):
-    """Who is told; from any thread, and only of code objects that it has added."""
+    """Receives the events of the code objects that it has added, from any thread."""
 
     def entered(self, code: CodeType, line: int, *, call: bool) -> None:
-        """A function begins (`call`), or goes on after it was suspended."""
+        """A function begins (`call`), or continues after it was suspended."""
         ...
 
     def reached(self, code: CodeType, line: int) -> None:
@@ -56,29 +56,29 @@ class Sink(Protocol):
     def left(self, code: CodeType | None, *, finished: bool) -> None:
         """A function returns or raises (`finished`), or is suspended.
 
-        None: whatever is under way in this thread is followed no further.
+        None: the functions that run in this thread are followed no further.
         """
         ...
 
 
 class Hook(Protocol):
-    """One per process."""
+    """Calls sinks; one per process."""
 
     def add(self, code: CodeType, sink: Sink) -> bool:
-        """Tell the sink of this code; False where no events can be had."""
+        """Report this code to the sink; returns False where there can be no events."""
         ...
 
     def remove(self, code: CodeType, sink: Sink) -> None:
-        """Tell it no more; with the last one everything is as before."""
+        """Report it no more; with the last one everything is as before."""
         ...
 
     def scope(self) -> Any:
-        """Context manager: in this thread, until its end, sinks are told."""
+        """Context manager: until its end, functions that this thread runs are reported."""
         ...
 
 
 class _Subscriptions:
-    """Sinks by the identity of code objects: equal code at two places is two functions."""
+    """Sinks by the identity of code objects: equal code in two places is two functions."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # the collector may run a profiled finalizer meanwhile
@@ -86,24 +86,24 @@ class _Subscriptions:
         self.sinks: dict[int, tuple[Sink, ...]] = {}
 
     def add(self, code: CodeType, sink: Sink) -> bool:
-        """Whether the code is new here."""
+        """Add a sink; returns whether it is the first of this code."""
         with self._lock:
-            have = self.sinks.get(id(code), ())
-            if sink not in have:
+            sinks = self.sinks.get(id(code), ())
+            if sink not in sinks:
                 self._codes[id(code)] = code
-                self.sinks[id(code)] = (*have, sink)
-            return not have
+                self.sinks[id(code)] = (*sinks, sink)
+            return not sinks
 
     def remove(self, code: CodeType, sink: Sink) -> bool:
-        """Whether nobody wants this code any more."""
+        """Remove a sink; returns whether it was the last of this code."""
         with self._lock:
-            have = self.sinks.get(id(code), ())
-            left = tuple(other for other in have if other is not sink)
-            if left:
-                self.sinks[id(code)] = left
-            elif have:
+            sinks = self.sinks.get(id(code), ())
+            remaining = tuple(other for other in sinks if other is not sink)
+            if remaining:
+                self.sinks[id(code)] = remaining
+            elif sinks:
                 del self.sinks[id(code)], self._codes[id(code)]
-            return bool(have) and not left
+            return bool(sinks) and not remaining
 
 
 class MonitoringHook:
@@ -142,7 +142,7 @@ class MonitoringHook:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Nothing to do: events come in every thread."""
+        """Nothing to do: every thread is followed."""
         yield
 
     def _callbacks(self) -> dict[int, Callable[..., object]]:
@@ -193,7 +193,7 @@ class MonitoringHook:
         sinks = self._subscriptions.sinks.get(id(code))
         if sinks is None:
             return
-        line = sys._getframe(1).f_lineno  # noqa: SLF001 (the frame that goes on; not kept)
+        line = sys._getframe(1).f_lineno  # noqa: SLF001 (the frame that continues; not kept)
         for sink in sinks:
             sink.entered(code, line, call=False)
 
@@ -211,12 +211,12 @@ class MonitoringHook:
 
 
 class SettraceHook:
-    """Events by `sys.settrace`, in the threads and for the times that `scope` says."""
+    """Events by `sys.settrace`, in a thread within its `scope`."""
 
     def __init__(self) -> None:
         self._subscriptions = _Subscriptions()
         self._before = threading.local()
-        # one object for good: `sys.gettrace() is self.entry` tells whether we are in place
+        # always the same object: `sys.gettrace() is self.entry` where our tracer is set
         self.entry: _Trace = self._global_event
 
     def add(self, code: CodeType, sink: Sink) -> bool:
@@ -225,12 +225,12 @@ class SettraceHook:
         return True
 
     def remove(self, code: CodeType, sink: Sink) -> None:
-        """See `Hook`; a call that is under way is told of to its end."""
+        """See `Hook`; a running call is reported to its end."""
         self._subscriptions.remove(code, sink)
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Trace this thread, and put what was there back."""
+        """Trace this thread, then put the tracer before back."""
         before = sys.gettrace()
         if before is self.entry or not self._subscriptions.sinks:
             yield
@@ -250,11 +250,11 @@ class SettraceHook:
 
     @contextmanager
     def new_threads(self) -> Iterator[None]:
-        """Trace threads that are started until the end of this."""
+        """Trace threads that are started meanwhile."""
         before = threading.gettrace()
 
         def begin(frame: FrameType, event: str, arg: object) -> Any:
-            # the first event of a new thread: from now on the hook itself
+            # the first event of a new thread; the hook itself takes the others
             self._before.trace = before
             sys.settrace(self.entry)
             return self.entry(frame, event, arg)
@@ -280,13 +280,13 @@ class SettraceHook:
         return self._frame_tracer(sinks, chained)
 
     def _call(self, trace: _Trace, frame: FrameType, event: str, arg: Any) -> Any:
-        """Let the other tracer see it; where it then puts itself or another in place, follow."""
-        answer = trace(frame, event, arg)
-        now = sys.gettrace()
-        if now is not self.entry:
-            self._before.trace = now
+        """Call another tracer; one that it sets instead of ours is called from then on."""
+        result = trace(frame, event, arg)
+        current = sys.gettrace()
+        if current is not self.entry:
+            self._before.trace = current
             sys.settrace(self.entry)
-        return answer
+        return result
 
     def _frame_tracer(self, sinks: tuple[Sink, ...], chained: _Trace | None) -> _Trace:
         raising = False
@@ -317,16 +317,16 @@ def _is_first_entry(frame: FrameType) -> bool:
     if at < 0:
         return True  # Python 3.10
     code = frame.f_code.co_code
-    # Python 3.11: RESUME says where it stands; 0 is the beginning
+    # Python 3.11: the argument of RESUME is 0 at the beginning
     return opcode.opname[code[at]] == "RESUME" and code[at + 1] & 3 == 0
 
 
 def _suspends(frame: FrameType) -> bool:
-    """Whether a generator's frame that is left without an exception will go on."""
+    """Whether a generator's frame that is left without an exception will continue."""
     at, code = frame.f_lasti, frame.f_code.co_code
     if opcode.opname[code[at]] == "YIELD_VALUE":
         return True
-    # Python 3.10 stands before the instruction that it will repeat
+    # Python 3.10 is before the instruction that it will repeat
     return at + 2 < len(code) and opcode.opname[code[at + 2]] == "YIELD_FROM"
 
 

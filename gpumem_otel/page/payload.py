@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.base.profile import HeapProfile, Stack
     from gpumem_otel.base.protocols import FrameNamer
-    from gpumem_otel.recording.format import Recording
+    from gpumem_otel.recording.recorded import Recording
     from gpumem_otel.snapshot.snapshot import TorchSnapshot
 
 FORM = 1

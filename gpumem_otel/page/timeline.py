@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gpumem_otel.base.profile import Sample
     from gpumem_otel.base.protocols import FrameNamer
     from gpumem_otel.page.columns import Columns, PageStacks
-    from gpumem_otel.recording.format import RecordedReading
+    from gpumem_otel.recording.recorded import RecordedReading
     from gpumem_otel.snapshot.snapshot import TorchSnapshot
     from gpumem_otel.snapshot.trace import Replay, TraceMark
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from gpumem_otel.base.profile import DeviceStats, HeapProfile
-    from gpumem_otel.recording.format import RecordedWindow, Recording
+    from gpumem_otel.recording.recorded import RecordedWindow, Recording
     from gpumem_otel.snapshot.labels import Label
 
 
@@ -320,7 +320,7 @@ def load_snapshot(
 
 def _last_of_recording(data: bytes, source: str) -> tuple[TorchSnapshot, Recording]:
     # late, since reading a recording is written in terms of this module
-    from gpumem_otel.recording.writer import load_recording  # noqa: PLC0415
+    from gpumem_otel.recording.reader import load_recording  # noqa: PLC0415
 
     recording = load_recording(data, name=source)
     if not recording.readings:

@@ -1,1 +1,1 @@
-"""Our own recordings: format, writer, reader, and the source that plays one back."""
+"""Our own recordings: format, writer, reader, replay, and conversion to a snapshot of torch."""

@@ -1,4 +1,4 @@
-"""A recording that grows in a file while the job runs."""
+"""Writes the recording of a running job to a file."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ CLOSE_SECONDS: Final = 1.0
 
 
 def rank_path(path: str, identity: Identity) -> Path:
-    """One file per rank and restart, beside one another.
+    """The file of this rank and restart.
 
     `run.gpumem` of rank 3 is `run-rank3.gpumem`, after its first restart
     `run-rank3-restart1.gpumem`; a job of one process keeps the name as it is.
     """
     rank = f"-rank{identity.rank}" if identity.world_size > 1 else ""
     restart = f"-restart{identity.restart}" if identity.restart else ""
-    return _with_more(Path(path), rank + restart)
+    return _with_suffix(Path(path), rank + restart)
 
 
 class FileOfRank(NamedTuple):
-    """A file whose name says that it belongs to a recording.
+    """A file whose name is that of a recording.
 
     Attributes:
-        rank: -1 where the name says none.
-        restart: 0 where the name says none.
+        rank: -1 where the name has none.
+        restart: 0 where the name has none.
     """
 
     rank: int
@@ -56,44 +56,43 @@ class FileOfRank(NamedTuple):
 
 
 def files_of(path: str) -> list[FileOfRank]:
-    """All that is there under the names that a recording to this path may get, by rank.
+    """The existing files with a name that a recording to this path may get, by rank.
 
     Raises:
-        OSError: the folder can not be read.
+        OSError: the folder cannot be read.
     """
     plain = Path(path)
-    parts = r"(?:-rank(?P<rank>\d+))?(?:-restart(?P<restart>\d+))?(?:-pid\d+(?:-\d+)?)?"
-    pattern = re.compile(re.escape(plain.stem) + parts + re.escape(plain.suffix))
-    found = []
-    for entry in plain.parent.iterdir():
-        match = pattern.fullmatch(entry.name)
-        if match is not None:
-            found.append(FileOfRank(int(match["rank"] or -1), int(match["restart"] or 0), entry))
-    return sorted(found)
+    suffix = r"(?:-rank(?P<rank>\d+))?(?:-restart(?P<restart>\d+))?(?:-pid\d+(?:-\d+)?)?"
+    pattern = re.compile(re.escape(plain.stem) + suffix + re.escape(plain.suffix))
+    return sorted(
+        FileOfRank(int(match["rank"] or -1), int(match["restart"] or 0), entry)
+        for entry in plain.parent.iterdir()
+        if (match := pattern.fullmatch(entry.name)) is not None
+    )
 
 
 class RecordingFile:
-    """Adds readings to a file; what is there can be read at any moment, also after a crash.
+    """Adds readings to a file, which can be read at any moment, also after a crash.
 
-    No file is written over: where another process of the same rank (or an earlier run) has taken
-    the name, this one puts its pid into its own.
+    No file is overwritten: where another process of the same rank (or an earlier run) has taken
+    the name, the name of this one gets its pid.
 
     Args:
-        path: as it was asked for; see `rank_path`.
+        path: as requested; see `rank_path`.
         identity: whose memory it is.
         facts: short texts about the surroundings.
         namer: names Python frames.
         counters: takes `exporter_stall_seconds`, `exporter_runs` and `exporter_seconds` of the
             stage `record`, and what is not recorded: `exporter_dropped` with the reasons
             `recording_full` and `recording_failed`, `exporter_history_overflow` for a window of
-            too many events. A failure is raised and counted by the caller.
-        pacer: gives up the interpreter lock between slices; of this file alone.
+            too many events. A failure is raised; the caller counts it.
+        pacer: releases the interpreter lock between slices; used by this file only.
 
     Attributes:
         path: of the file that is written.
 
     Raises:
-        OSError: the file can not be written.
+        OSError: the file cannot be written.
     """
 
     def __init__(
@@ -109,10 +108,10 @@ class RecordingFile:
         wanted = rank_path(path, identity)
         self._counters = counters
         self._pacer = pacer
-        self._lock = threading.Lock()  # of the writer, the pacer and what is counted here
+        self._lock = threading.Lock()  # for the writer, the pacer and the fields below
         self._closed = False
         self._failed = False
-        self._moments: tuple[int, int] | None = None
+        self._span_ns: tuple[int, int] | None = None
         self._readings = 0
         self._file, self.path = _create(wanted)
         try:
@@ -123,45 +122,45 @@ class RecordingFile:
             self._file.close()
             raise
         if self.path != wanted:
-            _log.warning("%s is there already: this process records to %s", wanted, self.path)
+            _log.warning("%s exists already: this process records to %s", wanted, self.path)
 
     def add(self, reading: Reading, steps: StepStats) -> None:
-        """Add one reading; nothing once it is full or closed. From any thread.
+        """Add one reading, unless the file is full or closed; from any thread.
 
         Raises:
-            OSError: it can not be written; nothing is added after that.
+            OSError: it cannot be written; nothing is added after that.
         """
 
         def write(pause: Pause) -> bool:
             written = self._writer.add(reading, steps, pause)
             if written:
                 self._readings += 1
-                first = self._moments[0] if self._moments is not None else reading.time_ns
-                self._moments = first, reading.time_ns
+                first = self._span_ns[0] if self._span_ns is not None else reading.time_ns
+                self._span_ns = first, reading.time_ns
             return written
 
         self._write(write)
 
     def add_window(self, reading: Reading, seconds: float) -> None:
-        """Add the events of one recorded window, like `add`."""
+        """Add the events of one recorded window, in the same way as `add`."""
         self._write(partial(self._writer.add_window, reading, seconds))
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """End the recording; once is enough.
+        """End the recording; further calls do nothing.
 
-        A reading that another thread is writing is waited for. One that takes longer is given up
-        by its thread, which then ends the file: all that was added before can be read at any time.
+        It waits for a reading that another thread is writing. If that takes longer, the other
+        thread abandons the reading and ends the file; all readings before can be read.
 
         Args:
             timeout: seconds to wait.
 
         Raises:
-            OSError: the end can not be written.
+            OSError: the end cannot be written.
         """
-        free = self._lock.acquire(timeout=timeout)
+        acquired = self._lock.acquire(timeout=timeout)
         self._closed = True
-        # who holds the lock looks at `_closed` after letting it go
-        if free or self._lock.acquire(blocking=False):
+        # a thread that holds the lock checks `_closed` after it has released it
+        if acquired or self._lock.acquire(blocking=False):
             try:
                 self._end()
             finally:
@@ -194,7 +193,7 @@ class RecordingFile:
         self._pacer.begin()
         try:
             written = write(self._pause)
-        except _GivenUpError:
+        except _AbandonedError:
             return
         except OSError:
             self._failed = True
@@ -205,7 +204,7 @@ class RecordingFile:
             self._counters.add("exporter_seconds", time.monotonic() - started, stage="record")
         if self._writer.full:
             self._counters.add("exporter_dropped", reason="recording_full")
-            first, last = self._moments or (0, 0)
+            first, last = self._span_ns or (0, 0)
             _log.warning(
                 "%s is full: the recording stops at its limit, after %d readings in %.0f s",
                 self.path,
@@ -217,18 +216,18 @@ class RecordingFile:
 
     def _pause(self) -> None:
         if self._closed:
-            raise _GivenUpError
+            raise _AbandonedError
         self._pacer.pause()
 
 
-class _GivenUpError(Exception):
-    """The file was closed while a reading was being made ready; nothing of it is written."""
+class _AbandonedError(Exception):
+    """The file was closed before a reading was ready; nothing of the reading is written."""
 
 
 class _WholeWrites(io.FileIO):
-    """A file without a buffer, each write done to its end.
+    """A file without a buffer that writes all of its data.
 
-    A child that is forked while a line is written would write what is in a buffer once more.
+    A child that is forked while a line is written would write the content of a buffer again.
     """
 
     def write(self, data: ReadableBuffer, /) -> int:
@@ -239,19 +238,19 @@ class _WholeWrites(io.FileIO):
 
 
 def _create(wanted: Path) -> tuple[_WholeWrites, Path]:
-    """A new file of this name, or of one with our pid in it; a device or pipe as it is."""
+    """A new file of this name, or of one with our pid; a device or pipe is opened as it is."""
     if wanted.exists() and not wanted.is_file():
         return _WholeWrites(wanted, "wb"), wanted
     pid = f"-pid{os.getpid()}"
     for attempt in itertools.count():
-        more = "" if not attempt else pid if attempt == 1 else f"{pid}-{attempt}"
-        path = _with_more(wanted, more)
+        suffix = "" if not attempt else pid if attempt == 1 else f"{pid}-{attempt}"
+        path = _with_suffix(wanted, suffix)
         try:
             return _WholeWrites(os.path.realpath(path), "xb"), path  # a link stays a link
         except FileExistsError:
             continue
-    raise AssertionError  # the count has no end
+    raise AssertionError  # the count does not end
 
 
-def _with_more(path: Path, more: str) -> Path:
-    return path.with_name(f"{path.stem}{more}{path.suffix}")
+def _with_suffix(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.stem}{suffix}{path.suffix}")

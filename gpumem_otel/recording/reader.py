@@ -1,154 +1,167 @@
-"""Recordings read back: the file is checked whole, snapshots are made as they are asked for.
+"""Reads recordings; the whole file is checked.
 
-A recording may come from a stranger: whatever it holds, reading it ends in a `Recording` or in a
-`SnapshotError`, within the limits of `recordform`.
+A recording may come from an untrusted source: whatever it holds, reading it ends in a `Recording`
+or in a `SnapshotError`, within the limits of the format.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import zlib
 from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO, Final
 
+from gpumem_otel.base.profile import DeviceStats, Identity, StepStats
 from gpumem_otel.errors import SnapshotError
 from gpumem_otel.recording import format as form
-from gpumem_otel.recording.format import (
+from gpumem_otel.recording.recorded import (
+    CLASS_WORDS,
     STATE_WORDS,
     RecordedReading,
     RecordedSegment,
+    RecordedTables,
     RecordedWindow,
     Recording,
     RecordingHeader,
-    Tables,
 )
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator
 
-    from gpumem_otel.base.profile import DeviceStats, Identity
-
-# The lines of a recording file, gzip or plain, whatever became of its end.
-
-_CHUNK = 1 << 20
+_CHUNK_BYTES: Final = 1 << 20
 
 
-def read_content(
-    data: bytes | str | os.PathLike[str] | BinaryIO, name: str | None
-) -> tuple[bytes, str]:
-    """Bytes and name of a file.
+def load_recording(
+    data: bytes | str | os.PathLike[str] | BinaryIO, *, name: str | None = None
+) -> Recording:
+    """Read a recording.
+
+    Args:
+        data: the bytes of the file, its path, or a file open for reading bytes.
+        name: what messages call it.
 
     Raises:
-        SnapshotError: it can not be read, or is too large.
+        SnapshotError: it cannot be read or is no recording; no other error leaves this function.
     """
+    content, source = _content(data, name)
+    loader = _Loader(source)
+    try:
+        for number, line in enumerate(_whole_lines(content, source, loader.warnings), 1):
+            loader.take(line, number)
+    except MemoryError:
+        raise SnapshotError(source, "too large for this machine's memory") from None
+    return loader.recording()
+
+
+# From a file to whole lines.
+
+
+def _content(
+    data: bytes | str | os.PathLike[str] | BinaryIO, name: str | None
+) -> tuple[bytes, str]:
+    """Bytes and name of a file."""
+    most = form.MAX_FILE_BYTES + 1
     if isinstance(data, bytes | bytearray | memoryview):
         content, source = bytes(data), name or "<recording>"
     else:
+        is_open = hasattr(data, "read")
+        source = name or str(getattr(data, "name", "<recording>") if is_open else data)
         try:
-            if hasattr(data, "read"):
-                source = name or str(getattr(data, "name", "<recording>"))
-                content = data.read(form.MAX_FILE_BYTES + 1)
+            if is_open:
+                content = data.read(most)  # type: ignore[union-attr]
             else:
-                source = name or str(data)
-                with Path(data).open("rb") as file:
-                    content = file.read(form.MAX_FILE_BYTES + 1)
+                with Path(data).open("rb") as file:  # type: ignore[arg-type]
+                    content = file.read(most)
         except (OSError, ValueError) as error:
             raise SnapshotError(source, getattr(error, "strerror", None) or str(error)) from None
-    if len(content) > form.MAX_FILE_BYTES:
+    if len(content) >= most:
         raise SnapshotError(source, f"larger than {form.MAX_FILE_BYTES} bytes")
     return content, source
 
 
-def whole_lines(content: bytes, source: str, warnings: list[str]) -> Iterator[bytes]:
-    """Whole lines of the text; what is missing at its end is told in `warnings`.
+class _Inflated(io.RawIOBase):
+    """The text of a gzip stream whose end may be missing."""
 
-    A process that was killed leaves a file without an end: what follows the last newline is left
-    out.
+    def __init__(self, content: bytes, source: str, warnings: list[str]) -> None:
+        self._compressed = io.BytesIO(content)
+        self._inflate = zlib.decompressobj(wbits=31)
+        self._source = source
+        self._warnings = warnings
 
-    Raises:
-        SnapshotError: damaged, or more text than a recording may hold.
-    """
-    pending: list[bytes] = []
-    length = total = 0
-    for piece in _pieces(content, source, warnings):
-        total += len(piece)
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        inflate = self._inflate
+        while not inflate.eof:
+            data = inflate.unconsumed_tail or self._compressed.read(_CHUNK_BYTES)
+            try:
+                piece = inflate.decompress(data, len(buffer))
+            except zlib.error:
+                raise SnapshotError(self._source, "damaged gzip") from None
+            if piece:
+                buffer[: len(piece)] = piece
+                return len(piece)
+            if not data:
+                self._warnings.append("the recording was not closed: its writer was stopped")
+                break
+        return 0
+
+
+def _whole_lines(content: bytes, source: str, warnings: list[str]) -> Iterator[bytes]:
+    """The lines of the text, but for one without an end, as a killed process leaves it."""
+    is_gzip = content[:2] == b"\x1f\x8b"
+    raw = _Inflated(content, source, warnings) if is_gzip else io.BytesIO(content)
+    file = io.BufferedReader(raw, _CHUNK_BYTES)
+    total = 0
+    while line := file.readline(form.MAX_LINE_BYTES + 1):
+        total += len(line)
         if total > form.MAX_TEXT_BYTES:
             raise SnapshotError(source, f"holds more than {form.MAX_TEXT_BYTES} bytes of text")
-        first, *rest = piece.split(b"\n")
-        pending.append(first)
-        length += len(first)
-        if length > form.MAX_LINE_BYTES:
+        if line.endswith(b"\n"):
+            yield line
+        elif len(line) > form.MAX_LINE_BYTES:
             raise SnapshotError(source, f"a line is longer than {form.MAX_LINE_BYTES} bytes")
-        for part in rest:
-            yield b"".join(pending)
-            pending, length = [part], len(part)
-    if length:
-        warnings.append("the recording is cut: its last line is left out")
-
-
-def _pieces(content: bytes, source: str, warnings: list[str]) -> Iterator[bytes]:
-    if content[:2] != b"\x1f\x8b":
-        for start in range(0, len(content), _CHUNK):
-            yield content[start : start + _CHUNK]
-        return
-    inflate = zlib.decompressobj(wbits=31)
-    given = 0
-    while not inflate.eof:
-        data = inflate.unconsumed_tail
-        if not data:
-            data = content[given : given + _CHUNK]
-            given += len(data)
-        try:
-            piece = inflate.decompress(data, _CHUNK)
-        except zlib.error:
-            raise SnapshotError(source, "damaged gzip") from None
-        if piece:
-            yield piece
-        elif not data:
-            warnings.append("the recording was not closed: its writer was stopped")
+        else:
+            warnings.append("the recording is cut: its last line is left out")
             return
 
 
-_CLASS_LETTERS = frozenset(form.CLASSES.values())
+# From lines to values.
 
 
-class Loader:
-    """Takes the lines of a recording one by one.
-
-    Attributes:
-        warnings: what a reader of the recording should know.
-    """
+class _Loader:
+    """Takes the lines of a recording one by one."""
 
     def __init__(self, source: str) -> None:
-        self.source = source
         self.warnings: list[str] = []
+        self._source = source
         self._header: RecordingHeader | None = None
         self._identity: Identity | None = None
-        self._tables = Tables()
+        self._tables = RecordedTables()
         self._readings: list[RecordedReading] = []
         self._windows: list[RecordedWindow] = []
-        self._blocks = 0
-        self._objects = 0
+        self._references = self._blocks = self._objects = 0
         self._ended = False
 
-    def take(self, line: bytes, count: int) -> None:
+    def take(self, line: bytes, number: int) -> None:
         """Check and keep one line."""
         try:
             self._take(form.mapping(json.loads(line.decode("utf-8")), "the line"))
-        except form.BadFormError as error:
-            raise SnapshotError(self.source, f"line {count}: {error}") from None
+        except form.FormatError as error:
+            raise SnapshotError(self._source, f"line {number}: {error}") from None
         except (ValueError, TypeError, LookupError, OverflowError, RecursionError):
-            # the texts of these may hold anything that the file does
-            raise SnapshotError(self.source, f"line {count} is damaged") from None
+            # the texts of these may quote anything that the file holds
+            raise SnapshotError(self._source, f"line {number} is damaged") from None
 
     def recording(self) -> Recording:
-        """What was read."""
         if self._header is None or self._identity is None:
-            raise SnapshotError(self.source, "no recording: it has no header")
+            raise SnapshotError(self._source, "no recording: it has no header")
         return Recording(
-            source=self.source,
+            source=self._source,
             header=self._header,
             identity=self._identity,
             readings=tuple(self._readings),
@@ -157,179 +170,164 @@ class Loader:
         )
 
     def _take(self, line: dict[str, Any]) -> None:
+        tables = self._tables
         if self._header is None:
             self._take_header(line)
         elif "strings" in line:
-            room = form.MAX_STRINGS - len(self._tables.strings)
+            room = form.MAX_STRINGS - len(tables.strings)
             added = form.sequence(line["strings"], "strings", room)
-            self._tables.strings += [form.text(item, "a string") for item in added]
+            tables.strings += [form.text(string, "a string") for string in added]
         elif "frames" in line:
-            room = form.MAX_FRAMES - len(self._tables.frames)
-            self._tables.frames += map(self._frame, form.sequence(line["frames"], "frames", room))
+            room = form.MAX_FRAMES - len(tables.frames)
+            tables.frames += map(self._frame, form.sequence(line["frames"], "frames", room))
         elif "stacks" in line:
-            room = form.MAX_STACKS - len(self._tables.stacks)
-            self._tables.stacks += map(self._stack, form.sequence(line["stacks"], "stacks", room))
+            room = form.MAX_STACKS - len(tables.stacks)
+            tables.stacks += map(self._stack, form.sequence(line["stacks"], "stacks", room))
         elif "reading" in line:
             self._take_reading(form.mapping(line["reading"], "a reading"))
         elif "window" in line:
             self._take_window(form.mapping(line["window"], "a window"))
         elif "end" in line and not self._ended:
             self._ended = True
-            moments = [reading.time_ns for reading in self._readings] or [0]
-            self.warnings.append(
-                f"the recording stopped at its limit after {(moments[-1] - moments[0]) / 1e9:.0f} s"
-            )
+            times_ns = [reading.time_ns for reading in self._readings] or [0]
+            seconds = (times_ns[-1] - times_ns[0]) / 1e9
+            self.warnings.append(f"the recording stopped at its limit after {seconds:.0f} s")
 
     def _take_header(self, line: dict[str, Any]) -> None:
         if line.get("format") != form.FORMAT:
-            raise SnapshotError(self.source, "no recording: it has no header")
-        version = form.whole(line.get("version"), "version", 1)
-        if version > form.VERSION:
+            raise SnapshotError(self._source, "no recording: it has no header")
+        header = RecordingHeader(**form.decode(form.HEADER, line, "the header"))
+        if header.version > form.VERSION:
             raise SnapshotError(
-                self.source, f"written by a newer version of this package (form {version})"
+                self._source,
+                f"written by a newer version of this package (format {header.version})",
             )
-        self._header = RecordingHeader(
-            version=version,
-            created_ns=form.whole(line.get("created_ns", 0), "created_ns"),
-            facts=form.facts_of(line.get("facts", {})),
+        self._identity = Identity(
+            **form.decode(form.IDENTITY, line.get("identity", {}), "identity")
         )
-        self._identity = form.identity_of(line.get("identity", {}))
+        self._header = header
 
     def _frame(self, item: object) -> dict[str, Any]:
         name, filename, line = form.sequence(item, "parts of a frame", 3)
-        last = len(self._tables.strings) - 1
+        strings = self._tables.strings
         return {
-            "name": self._tables.strings[form.whole(name, "a name", 0, last)],
-            "filename": self._tables.strings[form.whole(filename, "a file name", 0, last)],
+            "name": strings[form.whole(name, "a name", 0, len(strings) - 1)],
+            "filename": strings[form.whole(filename, "a file name", 0, len(strings) - 1)],
             "line": form.whole(line, "a line"),
         }
 
     def _stack(self, item: object) -> list[dict[str, Any]]:
-        room = form.MAX_FRAME_REFERENCES - self._tables.references
-        frames = form.sequence(item, "frames of stacks", room)
-        self._tables.references += len(frames)
-        last = len(self._tables.frames) - 1
-        return [self._tables.frames[form.whole(index, "a frame", 0, last)] for index in frames]
+        room = form.MAX_FRAME_REFERENCES - self._references
+        indexes = form.sequence(item, "frames of stacks", room)
+        self._references += len(indexes)
+        frames = self._tables.frames
+        return [frames[form.whole(index, "a frame", 0, len(frames) - 1)] for index in indexes]
 
     def _take_reading(self, item: dict[str, Any]) -> None:
         segments = form.sequence(item.get("segments"), "segments", form.MAX_OBJECTS)
         traced = form.sequence(item.get("traced", []), "devices", form.MAX_DEVICES)
-        steps = form.mapping(item.get("steps", {}), "steps")
         self._charge(1 + len(segments) + len(traced))
-        self._charge(len(form.mapping(steps.get("floor_bytes", {}), "floor_bytes")))
+        steps = StepStats(**form.decode(form.STEP_STATS, item.get("steps", {}), "steps"))
+        self._charge(len(steps.floor_bytes))
         self._readings.append(
             RecordedReading(
                 **self._shared(item, f"reading {len(self._readings) + 1}"),
-                steps=form.steps_of(steps),
-                _segments=tuple(self._segment(segment) for segment in segments),
-                _traced=tuple(form.whole(d, "device", 0, form.MAX_DEVICES - 1) for d in traced),
-                _tables=self._tables,
+                steps=steps,
+                _segments=tuple(map(self._segment, segments)),
+                _traced=tuple(map(form.device, traced)),
             )
         )
 
     def _take_window(self, item: dict[str, Any]) -> None:
-        given = form.mapping(item.get("groups", {}), "groups")
-        self._charge(1 + len(given))
-        groups = {
-            form.device_of(device): self._groups(columns) for device, columns in given.items()
-        }
+        columns_of = form.mapping(item.get("groups", {}), "groups")
+        self._charge(1 + len(columns_of))
+        groups = {form.device_key(key): self._groups(item) for key, item in columns_of.items()}
         if sum(sum(objects) for _, objects, _ in groups.values()) > form.MAX_WINDOW_EVENTS:
-            raise form.BadFormError(f"more than {form.MAX_WINDOW_EVENTS} events in a window")
+            raise form.FormatError(f"more than {form.MAX_WINDOW_EVENTS} events in a window")
         self._windows.append(
             RecordedWindow(
                 **self._shared(item, f"window {len(self._windows) + 1}"),
                 seconds=form.number(item.get("seconds", 0), "seconds"),
                 _groups=groups,
-                _tables=self._tables,
             )
         )
 
     def _charge(self, objects: int) -> None:
-        # a byte of text can become hundreds in memory: everything of ours counts
+        # a byte of text can become hundreds in memory: every object of ours counts
         self._objects += objects
         if self._objects > form.MAX_OBJECTS:
-            raise form.BadFormError(f"more than {form.MAX_OBJECTS} segments and counters")
+            raise form.FormatError(f"more than {form.MAX_OBJECTS} segments and counters")
 
     def _shared(self, item: dict[str, Any], which: str) -> dict[str, Any]:
         before = self._all_stats(item.get("before", []))
         after = item.get("after")
         return {
-            "source": f"{self.source}, {which}",
+            "source": f"{self._source}, {which}",
             "time_ns": form.whole(item.get("time_ns"), "time_ns"),
             "stall_seconds": form.number(item.get("stall_seconds", 0), "stall_seconds"),
             "before": before,
             "after": before if after is None else self._all_stats(after),
+            "_tables": self._tables,
         }
 
     def _all_stats(self, item: object) -> tuple[DeviceStats, ...]:
-        given = form.sequence(item, "device counters", form.MAX_DEVICES)
-        self._charge(len(given))
-        return tuple(map(form.stats_of, given))
+        devices = form.sequence(item, "device counters", form.MAX_DEVICES)
+        self._charge(len(devices))
+        all_stats = []
+        for counters in devices:
+            named = form.mapping(counters, "device counters").items()
+            known = {name: value for name, value in named if value is not None}
+            all_stats.append(DeviceStats(**form.decode(form.DEVICE_STATS, known, "counters")))
+        return tuple(all_stats)
 
     def _segment(self, item: object) -> RecordedSegment:
-        given = form.mapping(item, "a segment")
-        columns = form.sequence(given.get("b"), "columns", 4)
-        room = form.MAX_BLOCKS - self._blocks
-        sizes = array("q", form.sequence(columns[0], "blocks", room))
+        torch_fields = form.decode(form.SEGMENT, item, "a segment")
+        columns = form.mapping(item, "a segment")
+        sizes, slack, states, stacks = form.sequence(columns.get("b"), "columns", 4)
+        sizes = array("q", form.sequence(sizes, "blocks", form.MAX_BLOCKS - self._blocks))
         count = len(sizes)
         self._blocks += count
-        slack = (
-            None if columns[1] is None else array("q", form.sequence(columns[1], "sizes", count))
-        )
-        states = form.text(columns[2], "states").encode()
-        stacks = self._stacks(columns[3], count)
-        addresses = given.get("A")
+        slack = None if slack is None else array("q", form.sequence(slack, "sizes", count))
+        addresses = columns.get("A")
         if addresses is not None:
             addresses = tuple(
-                None if a is None else form.whole(a, "an address", 0, 2**64 - 1)
-                for a in form.sequence(addresses, "addresses", count)
+                None if address is None else form.whole(address, "an address", 0, form.UINT64_MAX)
+                for address in form.sequence(addresses, "addresses", count)
             )
-        classes = None if given.get("c") is None else form.text(given["c"], "classes")
-        columns_fit = all(
-            len(column) == count
-            for column in (states, stacks, slack, addresses, classes)
-            if column is not None
-        )
-        if classes is not None and set(classes) - _CLASS_LETTERS:
-            classes = None  # a newer version knows more of them: by stack then
-        if not columns_fit or not STATE_WORDS.keys() >= set(states):
-            raise form.BadFormError("columns of blocks do not fit")
-        if count and (min(sizes) < 0 or (slack is not None and _below(sizes, slack))):
-            raise form.BadFormError("a block has a negative size")
-        pool = form.sequence(given.get("p", [0, 0]), "parts of a pool", 2)
-        return RecordedSegment(
-            device=form.whole(given.get("d"), "device", 0, form.MAX_DEVICES - 1),
-            address=form.whole(given.get("a", 0), "an address", 0, 2**64 - 1),
-            size_bytes=form.whole(given.get("n"), "a size"),
-            stream=form.whole(given.get("s", 0), "a stream", 0, 2**64 - 1),
-            kind=form.text(given.get("t", ""), "a kind"),
-            pool_id=(form.whole(pool[0], "a pool"), form.whole(pool[1], "a pool")),
-            is_expandable=given.get("x") is True,
-            stack=self._stacks([given.get("k", 0)], 1)[0],
+        classes = None if columns.get("c") is None else form.text(columns["c"], "classes")
+        segment = RecordedSegment(
+            torch_fields=torch_fields,
+            stack=self._stacks([columns.get("k", 0)], 1)[0],
             sizes=sizes,
             slack=slack,
-            states=states,
-            stacks=stacks,
+            states=form.text(states, "states").encode(),
+            stacks=self._stacks(stacks, count),
             addresses=addresses,
-            classes=classes,
+            # a newer version knows more classes: the stacks tell them then
+            classes=classes if set(classes or ()) <= CLASS_WORDS.keys() else None,
         )
+        all_columns = (segment.states, segment.stacks, slack, addresses, classes)
+        if not set(segment.states) <= STATE_WORDS.keys() or any(
+            len(column) != count for column in all_columns if column is not None
+        ):
+            raise form.FormatError("columns of blocks do not fit")
+        requested = sizes if slack is None else map(sum, zip(sizes, slack, strict=True))
+        if count and (min(sizes) < 0 or min(requested) < 0):
+            raise form.FormatError("a block has a negative size")
+        return segment
 
     def _groups(self, item: object) -> tuple[array[int], array[int], array[int]]:
         columns = form.sequence(item, "columns", 3)
         stacks = self._stacks(columns[0], form.MAX_STACKS)
         objects, sizes = (array("q", form.sequence(c, "groups", len(stacks))) for c in columns[1:])
         if not len(stacks) == len(objects) == len(sizes):
-            raise form.BadFormError("columns of events do not fit")
+            raise form.FormatError("columns of events do not fit")
         if stacks and (min(objects) < 0 or min(sizes) < 0):
-            raise form.BadFormError("a group is negative")
+            raise form.FormatError("a group is negative")
         return stacks, objects, sizes
 
     def _stacks(self, item: object, most: int) -> array[int]:
         indexes = array("I", form.sequence(item, "stacks of blocks", most))
         if indexes and max(indexes) >= len(self._tables.stacks):
-            raise form.BadFormError("a stack that was never written")
+            raise form.FormatError("a stack that was never written")
         return indexes
-
-
-def _below(sizes: array[int], slack: array[int]) -> bool:
-    return any(size + more < 0 for size, more in zip(sizes, slack, strict=True))

@@ -1,4 +1,4 @@
-"""A recording as a `Source` and a `WindowSource`: what a job was is read as if it were now."""
+"""Plays a recording as a `Source` and a `WindowSource`, as if the job ran now."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from gpumem_otel.base.protocols import Clock
-    from gpumem_otel.recording.format import RecordedWindow, Recording
+    from gpumem_otel.recording.recorded import RecordedWindow, Recording
 
 _LONE_READING_NS = 1_000_000_000
-"""What a recording of a single reading lasts."""
+"""How long a recording of a single reading lasts."""
 
 _COUNTERS = (
     "allocations",
@@ -29,11 +29,11 @@ _COUNTERS = (
     "ooms",
     "alloc_retries",
 )
-"""Fields of DeviceStats that only ever grow; the others are states."""
+"""Fields of DeviceStats that only grow; the others are states."""
 
 
 class _Moment(NamedTuple):
-    """A place in the recording."""
+    """A position in the recording, which is played over and over."""
 
     turn: int
     position_ns: int
@@ -43,14 +43,13 @@ class _Moment(NamedTuple):
 class ReplaySource:
     """Plays a recording from the moment it is made; safe to use from any thread.
 
-    It holds nothing but the recording: every answer follows from the time that has passed. At a
-    moment between two readings the earlier one holds. The end joins the beginning: counters go
-    on from where they were, as if the job had allocated or freed just the difference between the
-    last state and the first.
+    It has no state but the recording: every result follows from the time that has passed. Between
+    two readings the earlier one is valid. After the end it begins again, and counters continue as
+    if the job had allocated or freed the difference between the last state and the first.
 
     Args:
         recording: at least one reading.
-        clock: time; all time stamps are those of now.
+        clock: tells the time of all time stamps.
         speed: seconds of the recording per second.
         loop: begin again at the end; otherwise the last reading stays.
 
@@ -75,7 +74,7 @@ class ReplaySource:
         self._offsets_ns = [reading.time_ns - first_ns for reading in self._readings]
         self._window_ends_ns = [window.time_ns - first_ns for window in self._windows]
         last_ns = self._offsets_ns[-1]
-        # the last reading holds as long as those before it did on average
+        # the last reading lasts as long as those before it did on average
         self._period_ns = last_ns + max(last_ns // max(len(self._readings) - 1, 1), 0)
         self._period_ns = self._period_ns or _LONE_READING_NS
         self._growth = _growth_per_turn([reading.after for reading in self._readings])
@@ -105,7 +104,7 @@ class ReplaySource:
             time_ns=self._clock.time_ns(),
             before=self._shifted(recorded.before, now.turn),
             after=self._shifted(recorded.after, now.turn),
-            stall_seconds=0.0,  # it was the recorded job that stood still, not this one
+            stall_seconds=0.0,  # the recorded job was stalled, not this one
             classifier=recorded.classifier(),
         )
 
@@ -119,9 +118,9 @@ class ReplaySource:
         frees: bool = False,
         enough: Callable[[], bool] | None = None,  # noqa: ARG002 - its length is recorded
     ) -> Reading:
-        """See `WindowSource`: waits as long as asked, then gives the window recorded last.
+        """See `WindowSource`: waits as long as requested, then returns the last recorded window.
 
-        Its length is that of the recorded window, whose counters come with it.
+        Its length and its counters are those of the recorded window.
 
         Raises:
             BusyError: frees are asked for, which no recording holds, or another window is open.
@@ -154,12 +153,12 @@ class ReplaySource:
 
     @property
     def facts(self) -> Mapping[str, str]:
-        """What the recording says about its surroundings, for instance `devices`."""
+        """The recording's facts about its surroundings, for instance `devices`."""
         return self._recording.header.facts
 
     @property
     def has_windows(self) -> bool:
-        """Whether `allocated` profiles can be had."""
+        """Whether there can be `allocated` profiles."""
         return bool(self._windows)
 
     def _last_window(self, now: _Moment) -> tuple[RecordedWindow, int]:
@@ -174,7 +173,7 @@ class ReplaySource:
     # steps
 
     def steps(self) -> StepStats:
-        """Steps counted by this moment; they go on over the end of the recording."""
+        """Steps counted by now; they continue over the end of the recording."""
         now = self._now()
         recorded = self._readings[now.reading].steps
         per_turn = self._readings[-1].steps.steps - self._readings[0].steps.steps
@@ -203,20 +202,18 @@ class ReplaySource:
         if not turn:
             return tuple(stats)
         shifted = []
-        for one in stats:
-            growth = self._growth.get(one.device, {})
-            values = {name: getattr(one, name) + turn * size for name, size in growth.items()}
-            peak = self._peaks.get(one.device, one)
-            values["allocated_peak_bytes"] = max(
-                one.allocated_peak_bytes, peak.allocated_peak_bytes
-            )
-            values["reserved_peak_bytes"] = max(one.reserved_peak_bytes, peak.reserved_peak_bytes)
-            shifted.append(replace(one, **values))
+        for device in stats:
+            growth = self._growth.get(device.device, {})
+            last = self._peaks.get(device.device, device)
+            values = {name: getattr(device, name) + turn * size for name, size in growth.items()}
+            for name in ("allocated_peak_bytes", "reserved_peak_bytes"):
+                values[name] = max(getattr(device, name), getattr(last, name))
+            shifted.append(replace(device, **values))
         return tuple(shifted)
 
 
 def _growth_per_turn(states: Iterable[Sequence[DeviceStats]]) -> dict[int, dict[str, int]]:
-    """By device, what each counter gains from one beginning of the recording to the next."""
+    """By device, how much each counter grows from one beginning of the recording to the next."""
     first: dict[int, DeviceStats] = {}
     last: dict[int, DeviceStats] = {}
     for state in states:
@@ -227,7 +224,7 @@ def _growth_per_turn(states: Iterable[Sequence[DeviceStats]]) -> dict[int, dict[
     for device, end in last.items():
         start = first[device]
         gains = {name: max(getattr(end, name) - getattr(start, name), 0) for name in _COUNTERS}
-        # the state jumps back to the first one: that takes frees or allocations
+        # the jump back to the first state takes frees or allocations
         jump = (end.allocations - end.frees) - (start.allocations - start.frees)
         gains["frees"] += max(jump, 0)
         gains["allocations"] += max(-jump, 0)

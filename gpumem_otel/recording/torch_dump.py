@@ -1,9 +1,9 @@
-"""A recording of ours, or any snapshot, in the form that torch dumps: what `_memory_viz.py` reads.
+"""Converts a recording of ours, or any snapshot, to what torch dumps and `_memory_viz.py` reads.
 
-Of a recording: the segments and blocks of one reading as they were, frame names as recorded, and
-the allocations of its windows as events. A window tells what was allocated, not in which order nor
-for how long: each allocation is spread evenly over its window and freed at once, at an address
-that no segment has. So a timeline shows when how much was allocated, and what is alive at its end
+A recording gives the segments and blocks of one reading, frame names as recorded, and the
+allocations of its windows as events. A window holds what was allocated, but neither the order nor
+the lifetimes: the allocations are spread evenly over the window and freed at once, at an address
+that no segment has. So a timeline shows how much was allocated when, and what is alive at its end
 is what the segments hold.
 
 Format: `torch/cuda/memory.py` (`_snapshot`), as torch 2.11 writes it.
@@ -22,11 +22,11 @@ from gpumem_otel.snapshot.torch_format import pool_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from gpumem_otel.recording.format import RecordedReading, RecordedWindow, Recording
+    from gpumem_otel.recording.recorded import RecordedReading, RecordedWindow, Recording
     from gpumem_otel.snapshot.torch_format import RawEvent, RawFrame
 
 MAX_EVENTS = 3_000_000
-"""Of the oldest windows, those that would make it more are left out."""
+"""The oldest windows are left out where there would be more."""
 
 _PROTOCOL = 4
 _PAGE = 1 << 21
@@ -37,30 +37,31 @@ def dumped(raw: dict[str, Any], source: str) -> bytes:
     """The pickle, in the protocol that torch writes.
 
     Args:
-        raw: what to write; keys that nobody knows are written too, torch's own tools may read them.
-        source: name of what it was read from, for messages.
+        raw: what to write, unknown keys included: torch's own tools may read them.
+        source: the name of its source, for messages.
 
     Raises:
-        SnapshotError: something in it is nested deeper than can be written.
+        SnapshotError: a value is nested too deep to be written.
     """
     try:
         return pickle.dumps(raw, protocol=_PROTOCOL)
     except RecursionError:
         raise SnapshotError(
-            source, "holds values that are nested too deep to be written: no memory snapshot does"
+            source, "holds values that are nested too deep to be written; no memory snapshot does"
         ) from None
 
 
 def plain_snapshot(raw: object) -> dict[str, Any]:
-    """What a snapshot file holds, so that torch's own tools read it.
+    """The content of a snapshot file in the form that torch's own tools read.
 
     The bare list of segments becomes a dict, and pool ids that JSON made lists are tuples again.
 
     Args:
-        raw: a root that `rawcheck` has passed; it is not changed.
+        raw: a checked root; it is not changed.
     """
     root: dict[str, Any] = {"segments": raw} if isinstance(raw, list) else dict(raw)  # type: ignore[call-overload]
-    root["segments"] = [_with_pool(one, "segment_pool_id") for one in root.get("segments") or ()]
+    segments = root.get("segments") or ()
+    root["segments"] = [_with_pool(segment, "segment_pool_id") for segment in segments]
     root["device_traces"] = [
         [_with_pool(event, "pool_id") for event in trace]
         for trace in root.get("device_traces") or ()
@@ -70,9 +71,8 @@ def plain_snapshot(raw: object) -> dict[str, Any]:
 
 def _with_pool(entry: dict[str, Any], key: str) -> dict[str, Any]:
     pool = entry.get(key)
-    if isinstance(pool, list) and (told := pool_of(pool)) is not None:
-        return {**entry, key: told}
-    return entry
+    pair = pool_of(pool) if isinstance(pool, list) else None
+    return entry if pair is None else {**entry, key: pair}
 
 
 def recorded_snapshot(recording: Recording, number: int) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -83,7 +83,7 @@ def recorded_snapshot(recording: Recording, number: int) -> tuple[dict[str, Any]
         number: of the reading, from 0; the windows after the last reading belong to that one.
 
     Returns:
-        what `dumped` takes, and sentences about what was left out.
+        The argument of `dumped`, and sentences about what was left out.
     """
     reading = recording.readings[number]
     segments = [_as_torch(segment) for segment in reading.snapshot.raw_segments()]
@@ -147,7 +147,7 @@ def _spread(
 def _marks(
     kept: Sequence[tuple[RecordedWindow, dict[int, Any]]], reading: RecordedReading
 ) -> list[dict[str, Any]]:
-    """Where each window began and ended, and when the blocks were read."""
+    """Annotations of when each window began and ended, and when the blocks were read."""
     moments = []
     for number, (window, events) in enumerate(kept, 1):
         end_us = window.time_ns // 1000
@@ -156,12 +156,12 @@ def _marks(
     at_us = reading.time_ns // 1000
     devices = {segment["device"] for segment in reading.snapshot.raw_segments()}
     moments += [(at_us, at_us, "reading", device) for device in sorted(devices)]
-    found = [
+    marks = [
         {"name": name, "stage": stage, "device": device, "time_us": time_us}
         for start_us, end_us, name, device in moments
         for stage, time_us in (("START", start_us), ("END", end_us))
     ]
-    return sorted(found, key=itemgetter("time_us"))
+    return sorted(marks, key=itemgetter("time_us"))
 
 
 def _above(segments: Iterable[Any]) -> int:
@@ -171,9 +171,9 @@ def _above(segments: Iterable[Any]) -> int:
 
 
 def _as_torch(segment: Any) -> dict[str, Any]:
-    """The segment with an address for each block and no stack where none was recorded.
+    """The segment with an address for each block, and no stack where none was recorded.
 
-    Torch before 2.1 gave blocks no addresses, and its newer tools need them.
+    Torch before 2.1 gave blocks no addresses; its newer tools need them.
     """
     address = segment["address"]
     blocks = []
@@ -184,7 +184,7 @@ def _as_torch(segment: Any) -> dict[str, Any]:
 
 
 def _recorded(frames: Sequence[RawFrame] | None) -> Sequence[RawFrame]:
-    """The stack; a named root that stands for none is none."""
+    """The stack; () for a named root that stands for a missing stack."""
     if frames and not (len(frames) == 1 and frames[0]["name"] in STACKLESS_ROOTS):
         return frames
     return []

@@ -1,11 +1,11 @@
-"""Who refers to a tensor: from object to object, up to something that lives by itself.
+"""Finds what refers to a tensor, from object to object up to a root.
 
-Each level is one pass of the collector over all objects (`gc.get_referrers`). Running functions are
-not the collector's (Python 3.11 and newer), so the variables of this thread's frames are looked up
-by themselves, as are those of the last traceback. No code of the objects runs (see `referrers`).
+Each level is one pass of the collector over all objects (`gc.get_referrers`). The collector does
+not track running functions (Python 3.11 and newer), so the variables of this thread's frames and of
+the last traceback are looked up apart. No code of the objects runs.
 
-Limits: eight levels, two thousand objects, sixty-four at once; running functions of other threads;
-what C++ holds, but for what autograd saved.
+Limits: eight levels, two thousand objects, sixty-four at once. Not found are running functions of
+other threads, and what C++ holds other than what autograd saved.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 import types
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.base.text import human_bytes, printable
@@ -30,7 +30,7 @@ from gpumem_otel.profiles.tables import stack_lines
 from gpumem_otel.snapshot.tensor_classes import TensorClass
 from gpumem_otel.tensors.join import Blocks
 from gpumem_otel.tensors.referrers import SUSPENDED, Node, Nodes, qualname, referrers_of, ways
-from gpumem_otel.tensors.saved import saved_tensors
+from gpumem_otel.tensors.saved import grad_fn, saved_tensors
 from gpumem_otel.tensors.tracebacks import last_frames
 from gpumem_otel.tensors.walk import is_parameter, kinds_of
 
@@ -42,17 +42,15 @@ if TYPE_CHECKING:
     from gpumem_otel.base.protocols import FrameNamer
     from gpumem_otel.snapshot.reading import Reading
 
-# Who holds a piece of memory: its block, stack and class, and the paths that lead to it.
-
 
 @dataclass(frozen=True, slots=True)
 class Holder:
     """One way that leads to the memory.
 
     Attributes:
-        path: as code would write it, from a root that lives by itself: `model.layers[0].weight`.
-        kind: what the root is: `module`, `frame`, `last traceback`, `notebook output`, `closure`,
-            `class`, `autograd`, `object` (nobody known refers to it).
+        path: as code writes it, from a root on: `model.layers[0].weight`.
+        kind: of the root: `module`, `frame`, `last traceback`, `notebook output`, `closure`,
+            `class`, `autograd`, `object` (nothing known refers to it).
         place: function and line of a frame, module of an attribute; "" where there is none.
     """
 
@@ -67,10 +65,10 @@ class Holder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """What was asked about.
+    """The memory that was asked about.
 
     Attributes:
-        title: in words: `Tensor (1024, 1024) float32`.
+        title: for instance `Tensor (1024, 1024) float32`.
         address: where its storage begins, or as given; 0 where it has no memory.
         storage_bytes: that its storage asked for; 0 where only an address is known.
         tensors: Python objects that have this storage.
@@ -86,13 +84,13 @@ class Subject:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holders:
-    """The answer; `str()` of it is for people.
+    """What holds a piece of memory; `str()` of it is for people.
 
     Attributes:
-        block_bytes: of the allocator's block, rounding included; None where no live block of torch
-            is there.
+        block_bytes: of the allocator's block, rounding included; None where torch has no live block
+            there.
         requested_bytes: that were asked for it.
-        stack: that allocated the block, leaf first; () where nothing is known of it.
+        stack: that allocated the block, leaf first; () where it is unknown.
         held_by: the ways that lead to it, the shortest first.
     """
 
@@ -127,19 +125,12 @@ class Holders:
     def to_dict(self) -> dict[str, Any]:
         """Plain values; sizes are bytes, the stack is leaf first."""
         return {
-            "title": self.subject.title,
-            "device": self.subject.device,
-            "address": self.subject.address,
-            "storage_bytes": self.subject.storage_bytes,
-            "tensors": self.subject.tensors,
+            **asdict(self.subject),
             "tensor_class": self.tensor_class.value,
             "block_bytes": self.block_bytes,
             "requested_bytes": self.requested_bytes,
             "stack": [[frame.name, frame.filename, frame.line] for frame in self.stack],
-            "held_by": [
-                {"path": holder.path, "kind": holder.kind, "place": holder.place}
-                for holder in self.held_by
-            ],
+            "held_by": [asdict(holder) for holder in self.held_by],
             "notes": list(self.notes),
         }
 
@@ -153,11 +144,11 @@ def describe(
     recorded: bool,
     notes: tuple[str, ...] = (),
 ) -> Holders:
-    """Add what the allocator knows of the block.
+    """The holders, with what the allocator knows of the block.
 
     Args:
-        subject: what was asked about.
-        held_by: who refers to it.
+        subject: the memory that was asked about.
+        held_by: the ways that lead to it.
         reading: of the allocator, None where there is none.
         namer: names Python frames.
         recorded: whether stacks are recorded.
@@ -193,17 +184,17 @@ _MOST_OBJECTS: Final = 2_000
 _MOST_AT_ONCE: Final = 64
 _MOST_HOLDERS: Final = 50
 _MOST_WAYS: Final = 4
-"""From one object to the memory, that are followed."""
+"""That are followed from one object to the memory."""
 _OUTPUT: Final = re.compile(r"Out|_+|_\d+")
 _IPYTHON: Final = ("IPython.", "ipykernel.")
 
 
 def find(x: Any, frame: FrameType | None) -> tuple[Subject, tuple[Holder, ...], list[str]]:
-    """What is asked about, and the ways that lead to it.
+    """The memory that is asked about, the ways that lead to it, and notes.
 
     Args:
         x: tensor, storage or address.
-        frame: of who asks: its variables and those of its callers are looked at.
+        frame: of the caller; its variables and those of its callers are searched.
 
     Raises:
         ConfigError: it is none of these, or torch is not imported.
@@ -212,15 +203,15 @@ def find(x: Any, frame: FrameType | None) -> tuple[Subject, tuple[Holder, ...], 
     if torch is None or not hasattr(torch, "Tensor"):
         raise ConfigError("holders: torch is not imported, so there are no tensors")
     matching = _Matching(torch, x)
-    search = _Search(torch, frame)
-    subject, tensors, notes = _everything_like(torch, matching, search)
-    search.targets(tensors)
+    search = _Search(frame)
+    subject, tensors, notes = _tensors_of(torch, matching, search)
+    search.begin_with(tensors)
     del tensors
     search.run()
-    held_by = (*search.found, *matching.autograd)
+    held_by = (*search.holders, *matching.autograd)
     if search.cut:
         notes.append(
-            f"the search ended at its limits ({search.looked_at} objects): there may be more"
+            f"the search ended at its limits ({search.visited} objects): there may be more"
         )
     return subject, held_by, notes
 
@@ -249,7 +240,7 @@ class _Matching:
             self.title, self.device = "address", ""
         else:
             kind = type(x).__name__
-            raise ConfigError(f"holders: {kind!r} is no tensor, storage or address")
+            raise ConfigError(f"holders: {kind!r} is not a tensor, storage or address")
 
     def _take(self, storages: list[Any], title: str, device: str) -> None:
         self.title, self.device = title, device
@@ -268,17 +259,17 @@ class _Matching:
         return True
 
 
-def _everything_like(
+def _tensors_of(
     torch: Any, matching: _Matching, search: _Search
 ) -> tuple[Subject, list[Any], list[str]]:
     """Every Python object with one of the storages; what autograd saved of them."""
     by_kind = kinds_of(torch).collected()
-    tensors = [one for one in by_kind.get("storage", ()) if matching.has(one)]
+    tensors = [storage for storage in by_kind.get("storage", ()) if matching.has(storage)]
     owners: list[Any] = []
     count = 0
     tensor_class: TensorClass | None = None
     with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch.overrides documents
-        gradients, saved, who = _of_autograd(torch, by_kind.get("tensor", ()))
+        gradients, saved, refused = _of_autograd(torch, by_kind.get("tensor", ()))
         for item in by_kind.pop("tensor", ()):
             if any(map(matching.has, storages_of(item))):
                 tensors.append(item)
@@ -297,8 +288,8 @@ def _everything_like(
     by_kind.clear()
     gradients.clear()
     saved.clear()
-    search.owners(owners)
-    notes = [f"gradients and autograd's graph are not looked at: {who}"] if who else []
+    search.begin_with(owners, ".grad")
+    notes = [f"gradients and autograd's graph are not searched: {refused}"] if refused else []
     subject = Subject(
         title=matching.title,
         device=matching.device or "cuda",
@@ -317,26 +308,24 @@ def _of_autograd(
 
     def read() -> tuple[list[tuple[Any, Any]], list[tuple[str, Any]]]:
         pairs = [(item, _of(item, "grad")) for item in tensors if _of(item, "is_leaf")]
-        roots = [node for node in (_of(item, "grad_fn") for item in tensors) if node is not None]
-        return pairs, list(saved_tensors(torch, roots))
+        return pairs, list(saved_tensors(torch, map(grad_fn, tensors)))
 
-    found, who = read_autograd(torch, read)
-    pairs, saved = found or ([], [])
-    return [(item, gradient) for item, gradient in pairs if gradient is not None], saved, who
+    values, refused = read_autograd(torch, read)
+    pairs, saved = values or ([], [])
+    return [(item, gradient) for item, gradient in pairs if gradient is not None], saved, refused
 
 
 class _Search:
-    """Backwards through references, level by level.
+    """Follows references backwards, level by level.
 
     Attributes:
-        found: what was reached.
+        holders: the roots that were reached.
         cut: whether a limit ended it.
     """
 
-    def __init__(self, torch: Any, frame: FrameType | None) -> None:
-        self.found: list[Holder] = []
+    def __init__(self, frame: FrameType | None) -> None:
+        self.holders: list[Holder] = []
         self.cut = False
-        self._torch = torch
         self._seen: Nodes = {}
         self._level: list[Node] = []
         self._running: dict[int, list[tuple[str, str, str]]] = {}
@@ -350,57 +339,51 @@ class _Search:
         while own is not None:  # Python 3.10 sees running frames as referrers
             self._frames.add(id(own))
             own = own.f_back
-        for one in frames_from(frame):
-            if not is_module_level(one):
-                self._note_variables(one, "frame", frame_title(one))
-        for one in last_frames():
-            self._frames.add(id(one))
-            if not is_module_level(one):
-                self._note_variables(one, "last traceback", frame_title(one))
+        for caller in frames_from(frame):
+            self._note_variables(caller, "frame")
+        for ended in last_frames():
+            self._frames.add(id(ended))
+            self._note_variables(ended, "last traceback")
 
     @property
-    def looked_at(self) -> int:
+    def visited(self) -> int:
         return len(self._seen)
 
-    def _note_variables(self, frame: FrameType, kind: str, title: str) -> None:
-        for name, value in variables(frame):
-            self._running.setdefault(id(value), []).append((name, kind, title))
+    def _note_variables(self, frame: FrameType, kind: str) -> None:
+        if not is_module_level(frame):
+            title = frame_title(frame)
+            for name, value in variables(frame):
+                self._running.setdefault(id(value), []).append((name, kind, title))
 
-    def targets(self, items: list[Any]) -> None:
-        """Begin with these."""
+    def begin_with(self, items: list[Any], rest: str = "") -> None:
+        """Begin with these, and empty the list; `rest`: the way from them to the memory."""
         for item in items:
-            self._add(Node(item))
-        items.clear()
-
-    def owners(self, items: list[Any]) -> None:
-        """Begin with these, which have the memory as their gradient."""
-        for item in items:
-            self._add(Node(item, ".grad"))
+            self._add(Node(item, rest))
         items.clear()
 
     def run(self) -> None:
-        """Go up until nothing is left, or a limit is met."""
+        """Go up until nothing is left or a limit is reached."""
         for depth in range(_MOST_LEVELS):
             level, self._level = self._level, []
             if not level:
                 return
             for start in range(0, len(level), _MOST_AT_ONCE):
-                if len(self._seen) >= _MOST_OBJECTS or len(self.found) >= _MOST_HOLDERS:
+                if len(self._seen) >= _MOST_OBJECTS or len(self.holders) >= _MOST_HOLDERS:
                     self.cut = True
                     return
                 nodes: Nodes = {}
                 for node in level[start : start + _MOST_AT_ONCE]:
                     nodes.setdefault(id(node.item), []).append(node)
                 self._go_up(nodes)
-            for node in level if depth else ():  # what C++ holds alone is no holder
+            for node in level if depth else ():  # what only C++ holds is not a holder
                 if not node.held and type(node.item) not in (dict, tuple, types.CellType):
                     self._hold(f"<{type(node.item).__name__}>{node.tail()}", "object")
         self.cut = self.cut or bool(self._level)
 
     def _go_up(self, nodes: Nodes) -> None:
-        items = [several[0].item for several in nodes.values()]
-        found = referrers_of(items, self._frames)  # all else of ours refers to nodes alone
-        for referrer in found:
+        items = [ways_there[0].item for ways_there in nodes.values()]
+        # all other objects of ours refer to nodes only
+        for referrer in referrers_of(items, self._frames):
             for node, rest, key in ways(referrer, nodes):
                 node.held = True
                 if not node.leads_through(referrer):
@@ -419,9 +402,9 @@ class _Search:
 
     def _hold(self, path: str, kind: str, place: str = "") -> None:
         key = f"{kind} {path} {place}"
-        if key not in self._paths and len(self.found) < _MOST_HOLDERS:
+        if key not in self._paths and len(self.holders) < _MOST_HOLDERS:
             self._paths.add(key)
-            self.found.append(Holder(path, kind, place))
+            self.holders.append(Holder(path, kind, place))
 
     def _reach(self, referrer: Any, rest: str, key: tuple[Any, ...], node: Node) -> None:
         """A root ends the way; anything else is one more object on it."""

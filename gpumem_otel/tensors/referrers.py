@@ -1,6 +1,6 @@
-"""How one object refers to another: the key, index, attribute or variable, as code would write it.
+"""Finds how one object refers to another: key, index, attribute or variable, as code writes it.
 
-No code of the objects runs: containers are read by their base types' own methods, attributes from
+No code of the objects runs: containers are read by the methods of their base types, attributes from
 dicts and slots, variables from frames.
 """
 
@@ -22,10 +22,10 @@ SUSPENDED: Final[dict[type, str]] = {
     types.CoroutineType: "cr_frame",
     types.AsyncGeneratorType: "ag_frame",
 }
-"""Kinds of objects with a frame of their own, and its attribute."""
+"""Types of objects with a frame of their own, and the attribute that has it."""
 
 _OF_MODULES: Final = frozenset({"_parameters", "_buffers", "_modules"})
-"""Dicts of an `nn.Module` that code does not name: what is in them are its attributes."""
+"""Dicts of an `nn.Module` that code does not name: their items are attributes of the module."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +56,7 @@ class Node:
 
     def tail(self) -> str:
         """The way from this object on, as code writes it after the object."""
-        return f"[{_shown(self.key)}]{self.rest}" if self.has_key else self.rest
+        return f"[{key_text(self.key)}]{self.rest}" if self.has_key else self.rest
 
     def attribute_tail(self) -> str:
         """The same where this is the dict of an object's attributes."""
@@ -70,54 +70,46 @@ Nodes: TypeAlias = "dict[int, list[Node]]"
 Way: TypeAlias = "tuple[Node, str, tuple[Any, ...]]"
 """(node, rest of the way from the referrer on, key in the referrer if it is a container)."""
 
+_WaysOf: TypeAlias = "Callable[[Any, Nodes], Iterator[Way]]"
+
 
 def referrers_of(items: list[Any], not_these: set[int]) -> list[Any]:
-    """What refers to the items: no node, no frame of ours, no tuple that is still being filled.
+    """The objects that refer to the items, but for nodes and tuples that are still being filled.
 
-    `tuple()` fails in the thread that fills one if anybody else refers to it, and its end is not
-    there yet. Somebody refers to a tuple that is complete; those that nobody does are let go again
-    before another thread has a turn.
+    `tuple()` fails in the thread that fills a tuple if anything else refers to it. Something refers
+    to every complete tuple; those without a referrer are let go before another thread runs.
 
     Args:
         items: the objects.
         not_these: ids of objects that are left out.
     """
     with undisturbed():
-        found = [
-            one
-            for one in gc.get_referrers(*items)
-            if type(one) is not Node and one is not items and id(one) not in not_these
+        referrers = [
+            referrer
+            for referrer in gc.get_referrers(*items)
+            if type(referrer) is not Node
+            and referrer is not items
+            and id(referrer) not in not_these
         ]
-        tuples = [one for one in found if type(one) is tuple]
+        tuples = [referrer for referrer in referrers if type(referrer) is tuple]
         if not tuples:
-            return found
+            return referrers
         ids = set(map(id, tuples))
         owned: set[int] = set()
-        ours = {id(found), id(tuples), *not_these}
+        ours = {id(referrers), id(tuples), *not_these}
         for owner in gc.get_referrers(*tuples):
             if id(owner) not in ours:
                 owned |= ids.intersection(map(id, gc.get_referents(owner)))
-        kept = [one for one in found if type(one) is not tuple or id(one) in owned]
-        found.clear()
+        kept = [item for item in referrers if type(item) is not tuple or id(item) in owned]
+        referrers.clear()
         tuples.clear()
     return kept
 
 
 def ways(referrer: Any, nodes: Nodes) -> Iterator[Way]:
-    """Each way that an object refers to one of the nodes.
-
-    Args:
-        referrer: any object.
-        nodes: those looked for.
-    """
-    kind = type(referrer)
-    special = _BY_KIND.get(kind)
-    if special is not None:
-        yield from special(referrer, nodes)
-    elif issubclass(kind, dict):
-        yield from _ways_of_dict(referrer, nodes)
-    else:
-        yield from _ways_of_instance(referrer, nodes)
+    """Each way in which an object refers to one of the nodes."""
+    by_base: _WaysOf = _ways_of_dict if issubclass(type(referrer), dict) else _ways_of_instance
+    return _BY_KIND.get(type(referrer), by_base)(referrer, nodes)
 
 
 def _keyed(pairs: Iterable[tuple[Any, Any]], nodes: Nodes) -> Iterator[Way]:
@@ -138,7 +130,7 @@ def _ways_of_sequence(referrer: Iterable[Any], nodes: Nodes) -> Iterator[Way]:
 
 
 def _ways_of_tuple(referrer: tuple[Any, ...], nodes: Nodes) -> Iterator[Way]:
-    if len(gc.get_referents(referrer)) == len(referrer):  # else it is still being filled
+    if len(gc.get_referents(referrer)) == len(referrer):  # it is complete
         yield from _keyed(enumerate(referrer), nodes)
 
 
@@ -178,20 +170,17 @@ def _ways_of_function(function: types.FunctionType, nodes: Nodes) -> Iterator[Wa
 
 
 def _ways_of_instance(referrer: Any, nodes: Nodes) -> Iterator[Way]:
-    """Attributes, in the object's dict or in slots; where it can not be told, the type alone."""
-    found = False
-    for way in _ways_of_attributes(referrer, nodes):
-        found = True
-        yield way
-    if found:
+    """Attributes, in the object's dict or in slots; where there is none, the type alone."""
+    attributes = list(_ways_of_attributes(referrer, nodes))
+    yield from attributes
+    if attributes:
         return
     if isinstance(referrer, type):  # the dict of a class is not the one that it shows
         for node in (node for several in nodes.values() for node in several):
             if type(node.item) is dict:
                 yield node, node.attribute_tail(), ()
         return
-    inside = {id(one) for one in gc.get_referents(referrer)}
-    for key in inside.intersection(nodes):
+    for key in {*map(id, gc.get_referents(referrer))}.intersection(nodes):
         for node in nodes[key]:
             yield node, f".<{type(node.item).__name__}>{node.tail()}", ()
 
@@ -207,8 +196,8 @@ def _ways_of_attributes(referrer: Any, nodes: Nodes) -> Iterator[Way]:
 
 
 def _slots(item: Any) -> Iterator[tuple[str, Any]]:
-    for one in type(item).__mro__:
-        for name, descriptor in list(vars(one).items()):
+    for base in type(item).__mro__:
+        for name, descriptor in list(vars(base).items()):
             if type(descriptor) is types.MemberDescriptorType:
                 try:
                     yield name, descriptor.__get__(item)
@@ -224,15 +213,16 @@ def _content(cell: types.CellType) -> tuple[Any, ...]:
 
 
 def qualname(item: Any) -> str:
-    """Its qualified name; of what has none, its type's."""
+    """Its qualified name, else that of its type."""
     return str(getattr(item, "__qualname__", type(item).__name__))
 
 
-def _shown(key: object) -> str:
+def key_text(key: object) -> str:
+    """How code writes the key; of one whose `repr` could run code, its type."""
     return repr(key) if type(key) in (int, str) else f"<{type(key).__name__}>"
 
 
-_BY_KIND: Final[dict[type, Callable[[Any, Nodes], Iterator[Way]]]] = {
+_BY_KIND: Final[dict[type, _WaysOf]] = {
     list: _ways_of_sequence,
     tuple: _ways_of_tuple,
     deque: _ways_of_sequence,

@@ -1,39 +1,35 @@
-"""Values of the tensor report: one row per tensor, the allocator's figure and what it consists of.
+"""The tensor report: its values, and what it looks like as text, JSON and columns.
 
-`tensor_join` makes them, `tensor_text` shows them.
+One row per tensor, and per device the allocator's figure with the parts that add up to it.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.base.text import human_bytes, printable
 from gpumem_otel.profiles.tables import stack_lines
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from gpumem_otel.base.profile import Stack
     from gpumem_otel.snapshot.tensor_classes import TensorClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundTensor:
-    """What the walk knows of one tensor, or of one part of a tensor that is several inside.
+class TensorFields:
+    """What is known of a tensor without the allocator, or of one part of a wrapper around several.
 
     Attributes:
         name: as inferred; unique on its device but for tensors that share a name in the job.
         device: as torch writes it, `cuda:0`.
         shape: sizes; a size that is no number (nested tensors) as text.
         kind: Python type, with the layout where it is not strided: `Parameter`, `DTensor`.
-        elements: how many, 0 where they can not be told.
+        elements: how many, 0 where that is unknown.
         tensor_bytes: of its elements.
-        storage_bytes: that its storage asked the allocator for.
-        storage: tells storages apart: the address, or where there is none another number (< 0).
-        address: where the storage begins, 0 where it has no memory.
-        tensor_class: None where the walk can not tell.
-        saved: held by autograd alone, for backward.
+        address: where its storage begins, 0 where it has no memory.
         aliases: other names that the models have for the same tensor (tied weights).
     """
 
@@ -44,48 +40,51 @@ class FoundTensor:
     kind: str
     elements: int
     tensor_bytes: int
-    storage_bytes: int
-    storage: int
     address: int
-    tensor_class: TensorClass | None = None
-    saved: bool = False
     aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorInfo:
+class FoundTensor(TensorFields):
+    """What the walk knows of one tensor.
+
+    Attributes:
+        storage_bytes: that its storage asked the allocator for.
+        storage: identifies the storage: its address, or a number below 0 where it has none.
+        tensor_class: None where the walk does not know it.
+        saved: held by autograd alone, for backward.
+    """
+
+    storage_bytes: int
+    storage: int
+    tensor_class: TensorClass | None = None
+    saved: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorInfo(TensorFields):
     """One row.
 
     Attributes:
-        used_bytes: that its storage asked for; 0 where an earlier row has this storage already.
+        used_bytes: that its storage asked for; 0 where an earlier row has this storage.
         shares: name of that row, "" where this is the first of its storage.
         block_bytes: of the allocator's block that holds it, rounding included; None where there is
-            no block to be found (CPU, memory that torch did not allocate). Shared blocks stand
-            beside the first row only.
-        requested_bytes: that were asked for that block, as the allocator says.
-        stack: that allocated the block, leaf first; () where nothing is known of it.
+            none (CPU, memory that torch did not allocate), 0 where an earlier row has this block.
+        requested_bytes: that were asked for that block, by the allocator's own count.
+        stack: that allocated the block, leaf first; () where it is unknown.
     """
 
-    name: str
-    device: str
-    shape: tuple[int | str, ...]
-    dtype: str
-    kind: str
-    elements: int
-    tensor_bytes: int
     used_bytes: int
     shares: str
     tensor_class: TensorClass
-    address: int
     block_bytes: int | None
     requested_bytes: int | None
     stack: Stack
-    aliases: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """A named part of a sum.
+    """A named part of a total.
 
     Attributes:
         examples: what is in it, the largest first.
@@ -99,12 +98,12 @@ class TensorPart:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceReport:
-    """All rows of one device and what they add up to.
+    """All rows of one device and their totals.
 
     Attributes:
         rows: tensors that Python holds.
         saved: tensors that autograd alone holds.
-        allocated_bytes: the allocator's figure; None where there is none (CPU) or it can not be
+        allocated_bytes: the allocator's figure; None where there is none (CPU) or it cannot be
             read.
         parts: add up to `allocated_bytes`; () where that is None.
         reserved_bytes: from the device, for this process.
@@ -124,7 +123,7 @@ class DeviceReport:
 
     @property
     def used_bytes(self) -> int:
-        """Of the distinct storages of all rows, as asked for."""
+        """Bytes that the distinct storages of all rows asked for."""
         return sum(row.used_bytes for row in self.rows)
 
     @property
@@ -146,7 +145,7 @@ class ReportData:
 
     @property
     def rows(self) -> tuple[TensorInfo, ...]:
-        """Those of all devices."""
+        """The rows of all devices."""
         return tuple(row for device in self.devices for row in device.rows)
 
 
@@ -154,38 +153,38 @@ def place_of(stack: Stack) -> str:
     """The innermost frame that is not torch's own, else the innermost, with file and line."""
     if not stack:
         return ""
-    frame = next((f for f in stack if not _is_torchs(f.name, f.filename)), stack[0])
+    frame = next((f for f in stack if not _is_of_torch(f.name, f.filename)), stack[0])
     if not frame.filename or frame.filename == "??":
         return frame.name
     where = frame.filename.replace("\\", "/").rpartition("/")[2]
     return f"{frame.name} ({where}:{frame.line})" if frame.line else f"{frame.name} ({where})"
 
 
-def _is_torchs(name: str, filename: str) -> bool:
+def _is_of_torch(name: str, filename: str) -> bool:
     path = filename.replace("\\", "/")
     return name.startswith("torch.") or "/torch/" in path or path.endswith((".cpp", "??"))
 
 
+_COLUMNS = (
+    "name", "device", "tensor_class", "shape", "dtype", "kind", "elements", "tensor_bytes",
+    "used_bytes", "block_bytes", "shares", "saved", "allocated_by", "address",
+)  # fmt: skip
+
+
 def columns(data: ReportData) -> dict[str, list[Any]]:
-    """One entry per row, for whoever makes a table of them; sizes are bytes."""
-    rows = [(row, False) for device in data.devices for row in device.rows]
-    rows += [(row, True) for device in data.devices for row in device.saved]
-    return {
-        "name": [row.name for row, _ in rows],
-        "device": [row.device for row, _ in rows],
-        "tensor_class": [row.tensor_class.value for row, _ in rows],
-        "shape": [row.shape for row, _ in rows],
-        "dtype": [row.dtype for row, _ in rows],
-        "kind": [row.kind for row, _ in rows],
-        "elements": [row.elements for row, _ in rows],
-        "tensor_bytes": [row.tensor_bytes for row, _ in rows],
-        "used_bytes": [row.used_bytes for row, _ in rows],
-        "block_bytes": [row.block_bytes for row, _ in rows],
-        "shares": [row.shares for row, _ in rows],
-        "saved": [saved for _, saved in rows],
-        "allocated_by": [place_of(row.stack) for row, _ in rows],
-        "address": [row.address for row, _ in rows],
-    }
+    """The rows as columns of a table; sizes are bytes."""
+    rows = [
+        {**_values(row), "saved": saved, "allocated_by": place_of(row.stack)}
+        for saved in (False, True)
+        for device in data.devices
+        for row in (device.saved if saved else device.rows)
+    ]
+    return {column: [row[column] for row in rows] for column in _COLUMNS}
+
+
+def _values(row: TensorInfo) -> dict[str, Any]:
+    values = {field.name: getattr(row, field.name) for field in fields(row)}
+    return {**values, "tensor_class": row.tensor_class.value}
 
 
 def to_json(data: ReportData) -> dict[str, Any]:
@@ -210,20 +209,16 @@ def to_json(data: ReportData) -> dict[str, Any]:
     }
 
 
-def _json_row(row: TensorInfo) -> Mapping[str, Any]:
-    plain = {
-        key: getattr(row, key) for key in TensorInfo.__slots__ if key not in {"stack", "aliases"}
-    }
+def _json_row(row: TensorInfo) -> dict[str, Any]:
     return {
-        **plain,
-        "tensor_class": row.tensor_class.value,
+        **_values(row),
         "shape": list(row.shape),
         "aliases": list(row.aliases),
         "stack": [[frame.name, frame.filename, frame.line] for frame in row.stack],
     }
 
 
-# The tensor report as text.
+# As text.
 
 _HEADERS = ("Element type", "Size", "Used MEM", "Block", "Class", "dtype", "Allocated by")
 _LEFT = frozenset({0, 4, 5, 6})
@@ -232,7 +227,7 @@ _RULE = 79
 
 
 def report_text(data: ReportData, *, verbose: bool = False) -> str:
-    """Rows by device under one header, then what they add up to.
+    """Rows by device under one header, then their totals.
 
     Args:
         data: what to show.
@@ -244,7 +239,7 @@ def report_text(data: ReportData, *, verbose: bool = False) -> str:
     widths = [len(header) for header in _HEADERS]
     for line in cells.values():
         widths = [max(width, len(cell)) for width, cell in zip(widths, line, strict=True)]
-    for column, empty in ((_BLOCK, "-"), (_PLACE, "")):  # where no allocator tells
+    for column, empty in ((_BLOCK, "-"), (_PLACE, "")):  # left out where nothing is known
         if all(line[column] == empty for line in cells.values()):
             widths[column] = 0
     lines = [_line(_HEADERS, widths)]

@@ -1,6 +1,6 @@
-"""Names of tensors: from models, optimizers, and the variables of the code that asks.
+"""Names tensors after models, optimizers and the variables of the calling code.
 
-Everything here works on the caller's thread and lets go of what it looked at when it is dropped.
+It runs on the caller's thread and keeps tensors alive only as long as the `Naming` lives.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.capture.objects.python_objects import instance_dict, is_module_level, variables
 from gpumem_otel.snapshot.tensor_classes import TensorClass
+from gpumem_otel.tensors.referrers import key_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.capture.objects.python_objects import Kinds
 
-_MOST_LOOKED_AT: Final = 20_000
+_MOST_VISITED: Final = 20_000
 _MOST_IN_ONE: Final = 1_000
 _MOST_DEPTH: Final = 3
 _PLAIN_CONTAINERS: Final = (list, tuple, dict)
@@ -27,10 +28,10 @@ _NO_NAMES_IN: Final = (int, float, bool, str, bytes, type(None), FunctionType, t
 
 @dataclass(slots=True)
 class Named:
-    """A tensor with what is known of it.
+    """A tensor with its name.
 
     Attributes:
-        name: "" where none was found.
+        name: "" where it has none.
         aliases: other names that its model has for it.
     """
 
@@ -41,36 +42,36 @@ class Named:
 
 
 class Naming:
-    """Tensors by the order in which their names were found; the first name stays.
+    """Tensors in the order in which they were named; the first name stays.
 
     Args:
         torch: the module.
-        kinds: tells tensors, modules and optimizers.
+        kinds: distinguishes tensors, modules and optimizers.
     """
 
     def __init__(self, torch: Any, kinds: Kinds) -> None:
-        self.found: dict[int, Named] = {}
+        self._named: dict[int, Named] = {}
         self.roots: dict[int, tuple[str, Any]] = {}
         self.optimizers: dict[int, Any] = {}
         self._torch = torch
         self._kinds = kinds
         self._numbers: dict[str, int] = {}
-        self._looked_at = 0
+        self._visited = 0
         self._in_frames: list[tuple[int, str, Any]] = []
         self._inside: set[int] = set()
 
     def __iter__(self) -> Iterator[Named]:
-        return iter(list(self.found.values()))
+        return iter(list(self._named.values()))
 
     def add(self, tensor: Any, name: str, tensor_class: TensorClass | None = None) -> Named:
-        """A tensor under a name; where it has one already, that is given back."""
-        known = self.found.get(id(tensor))
+        """Name a tensor, unless it has a name already."""
+        known = self._named.get(id(tensor))
         if known is None:
-            known = self.found[id(tensor)] = Named(tensor, name, tensor_class)
+            known = self._named[id(tensor)] = Named(tensor, name, tensor_class)
         return known
 
     def number(self, kind: str) -> str:
-        """`Tensor0`, `Tensor1`, ... for what no name can be found."""
+        """`Tensor0`, `Tensor1`, ... for those without a name."""
         count = self._numbers.get(kind, 0)
         self._numbers[kind] = count + 1
         return f"{kind}{count}"
@@ -86,21 +87,21 @@ class Naming:
             new: set[int] = set()
             for own_name, tensor in self._named_in(model, method):
                 name = f"{prefix}{own_name}"
-                if id(tensor) not in self.found:
+                if id(tensor) not in self._named:
                     new.add(id(tensor))
                 known = self.add(tensor, name, tensor_class)
                 if known.name != name and id(tensor) in new:
                     known.aliases.append(name)
 
     def models_found(self) -> list[tuple[str, Any]]:
-        """(name, model) of what variables name and of what nobody does, whole models first."""
+        """(name, model) of those that were met, whole models before parts of others."""
         return sorted(self.roots.values(), key=lambda entry: id(entry[1]) in self._inside)
 
     def _named_in(self, model: Any, method: str) -> list[tuple[str, Any]]:
         for options in ({"remove_duplicate": False}, {}):
             try:
                 return list(getattr(model, method)(**options))
-            except Exception:  # noqa: S112, PERF203 - a model may override these as it likes
+            except Exception:  # noqa: S112, PERF203 - a model may override these
                 continue
         return []
 
@@ -111,29 +112,30 @@ class Naming:
         for parameter, of_parameter in _items(state):
             if self._kinds.of(parameter) != "tensor":
                 continue
-            known = self.found.get(id(parameter))
+            known = self._named.get(id(parameter))
             if known is None:
                 name = self.number(type(parameter).__name__)
                 known = self.add(parameter, name, TensorClass.PARAMETER)
-            for path, tensor in self._tensors_in(of_parameter, 0):
+            for path, tensor in self.tensors_in(of_parameter):
                 self.add(tensor, f"{kind}.{known.name}{path}", TensorClass.OPTIMIZER_STATE)
 
-    def _tensors_in(self, item: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    def tensors_in(self, item: Any, depth: int = 0) -> Iterator[tuple[str, Any]]:
+        """(how code leads to it, tensor) of the item itself, or of what its containers hold."""
         if self._kinds.of(item) == "tensor":
             yield "", item
         elif depth <= _MOST_DEPTH:
             for key, value in _items(item):
-                for path, tensor in self._tensors_in(value, depth + 1):
+                for path, tensor in self.tensors_in(value, depth + 1):
                     yield f".{key}{path}", tensor
 
     # variables
 
     def frame(self, frame: FrameType, *, own: bool) -> None:
-        """Local variables of a frame; of the innermost its globals too.
+        """Note the local variables of a frame; of the innermost its globals too.
 
         Args:
             frame: of this thread.
-            own: the frame of who asks: its names stand alone, those of others with the function.
+            own: the caller's own: its names stand alone, others have the function before them.
         """
         if is_module_level(frame):
             if own:
@@ -146,7 +148,7 @@ class Naming:
             self.namespace(frame.f_globals)
 
     def namespace(self, names: Mapping[str, Any]) -> None:
-        """Global names; a notebook's outputs and private ones last."""
+        """Note global names; a notebook's outputs and private ones last."""
         public = [name for name in list(names) if name[:1] != "_" and name not in {"In", "Out"}]
         private = [name for name in list(names) if name[:1] == "_" and name[:2] != "__"]
         for name in (*public, "Out", *private):
@@ -154,8 +156,8 @@ class Naming:
                 self._variable(name, names[name], 0)
 
     def _variable(self, name: str, value: Any, depth: int) -> None:
-        self._looked_at += 1
-        if self._looked_at > _MOST_LOOKED_AT:
+        self._visited += 1
+        if self._visited > _MOST_VISITED:
             return
         kind = self._kinds.of(value)
         if kind == "tensor":
@@ -169,23 +171,23 @@ class Naming:
                 self._variable(f"{name}{path}", inner, depth + 1)
 
     def add_variables(self) -> None:
-        """The tensors that variables name; last, so that models and optimizers name theirs.
+        """Name tensors after variables; last, so that models and optimizers name theirs first.
 
-        A variable's own name goes before a place in a list.
+        A tensor in a variable and in a list is named after the variable.
         """
         for _, name, tensor in sorted(self._in_frames, key=lambda entry: entry[0]):
             self.add(tensor, name)
         self._in_frames.clear()
 
-    def gathered(self, modules: Iterable[Any]) -> None:
-        """Models that no variable names, by their class; parts of others are left out."""
-        known = list(modules)
+    def unnamed_models(self, modules: Iterable[Any]) -> None:
+        """Note models that no variable names, by their class; parts of others are left out."""
+        modules = list(modules)
         self._inside = {
             id(child)
-            for module in known
+            for module in modules
             for _, child in _items(instance_dict(module).get("_modules"))
         }
-        for module in known:
+        for module in modules:
             if id(module) not in self._inside and id(module) not in self.roots:
                 name = type(module).__name__
                 count = self._numbers.get(f"model {name}", 0)
@@ -194,12 +196,12 @@ class Naming:
 
 
 def _inside(value: Any, depth: int) -> list[tuple[str, Any]]:
-    """(how code writes it, object) of what is in a container, or an object's own attributes."""
+    """(how code writes it, object) for the items of a container or the attributes of an object."""
     kind = type(value)
     if kind in _PLAIN_CONTAINERS:
         if depth >= _MOST_DEPTH:
             return []
-        return [(f"[{_shown(key)}]", inner) for key, inner in _items(value)]
+        return [(f"[{key_text(key)}]", inner) for key, inner in _items(value)]
     if depth >= _MOST_DEPTH - 1 or kind in _NO_NAMES_IN or issubclass(kind, ModuleType):
         return []
     return [(f".{key}", inner) for key, inner in list(instance_dict(value).items())]
@@ -212,7 +214,3 @@ def _items(container: Any) -> list[tuple[Any, Any]]:
     if type(container) in (list, tuple):
         return list(enumerate(container))
     return []
-
-
-def _shown(key: object) -> str:
-    return repr(key) if type(key) in (int, str) else f"<{type(key).__name__}>"

@@ -1,8 +1,8 @@
-"""The last error of this process and a notebook's outputs: what keeps their objects alive.
+"""Releases what the last error of this process and a notebook's outputs keep alive.
 
-A traceback holds the frames of the call that failed, and these every local variable. Python keeps
-the last one in `sys`, IPython a few more copies and the results of cells. Without IPython nothing
-of it is touched, and it is never imported.
+A traceback holds the frames of the call that failed, and with them every local variable. Python
+keeps the last one in `sys`, IPython more copies and the results of cells. IPython is never imported
+here.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ def shell() -> Any:
 def last_frames() -> list[FrameType]:
     """Frames that the last error keeps, innermost last; those that still run are left out."""
     running = set(map(id, running_frames()))
-    found: dict[int, FrameType] = {}
+    frames: dict[int, FrameType] = {}
     for start in _tracebacks():
-        one: TracebackType | None = start
-        while one is not None and len(found) < _MOST:
-            if id(one.tb_frame) not in running:
-                found.setdefault(id(one.tb_frame), one.tb_frame)
-            one = one.tb_next
-    return list(found.values())
+        level: TracebackType | None = start
+        while level is not None and len(frames) < _MOST:
+            if id(level.tb_frame) not in running:
+                frames.setdefault(id(level.tb_frame), level.tb_frame)
+            level = level.tb_next
+    return list(frames.values())
 
 
 def release() -> None:
     """Clear those frames, the places that keep the error, IPython's outputs; collect garbage.
 
-    The exception itself stays printable: its text and the lines of its traceback. Whoever holds it
-    keeps those, and no variable of its frames.
+    The exception itself stays printable, with its text and the lines of its traceback; it no longer
+    keeps any variable of its frames.
     """
     starts = list(_tracebacks())
     frames = last_frames()
@@ -60,8 +60,8 @@ def release() -> None:
         traceback.clear_frames(start)
     for frame in frames:
         if frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-            # Python 3.11 and older keep the dict of variables that somebody once asked for:
-            # asked again, it is emptied of what is no longer there
+            # Python 3.11 and older keep the dict of variables that was once asked for: asking
+            # again removes from it what is no longer there
             frame.f_locals  # noqa: B018
     for name in _LAST:
         if hasattr(sys, name):
@@ -72,12 +72,12 @@ def release() -> None:
 
 
 def _tracebacks() -> Iterator[TracebackType]:
-    """Of the last unhandled error and of the one being handled, with their causes."""
+    """Tracebacks of the last unhandled error and of the one being handled, with their causes."""
     kept = getattr(sys, "last_traceback", None)
     if kept is not None:
         yield kept
     todo = [getattr(sys, "last_exc", None), getattr(sys, "last_value", None), sys.exc_info()[1]]
-    todo += _of_shell(shell())
+    todo += _errors_of_shell(shell())
     seen: set[int] = set()
     while todo and len(seen) < _MOST:
         error = todo.pop()
@@ -92,21 +92,21 @@ def _tracebacks() -> Iterator[TracebackType]:
             todo += inner
 
 
-def _of_shell(found: Any) -> list[Any]:
+def _errors_of_shell(ipython: Any) -> list[Any]:
     """Errors that IPython keeps of the last cell."""
-    result = instance_dict(found).get("last_execution_result") if found is not None else None
+    result = instance_dict(ipython).get("last_execution_result") if ipython is not None else None
     return [instance_dict(result).get(name) for name in _RESULT_FIELDS[1:]]
 
 
-def _release_shell(found: Any) -> None:
-    """IPython's outputs and its copies of the last traceback."""
-    if found is None:
+def _release_shell(ipython: Any) -> None:
+    """Release IPython's outputs and its copies of the last traceback."""
+    if ipython is None:
         return
-    with contextlib.suppress(Exception):  # a shell of another make, or one that keeps no outputs
-        found.displayhook.flush()  # IPython's own means, which forget some of its places
+    with contextlib.suppress(Exception):  # another kind of shell, or one that keeps no outputs
+        ipython.displayhook.flush()  # releases most of the outputs, but not all
+    own = instance_dict(ipython)
     for names in ("user_ns", "user_ns_hidden"):
-        _forget_outputs(instance_dict(found).get(names))
-    own = instance_dict(found)
+        _forget_outputs(own.get(names))
     for name in _SHELL_HOLDERS:
         holder = own.get(name)
         for attribute in ("tb", "etype", "evalue"):
@@ -119,7 +119,7 @@ def _release_shell(found: Any) -> None:
 
 
 def _forget_outputs(names: Any) -> None:
-    """`Out`, `_5` and `_` in one of the shell's name spaces."""
+    """Remove `Out`, `_5` and `_` from one of the shell's name spaces."""
     if type(names) is not dict:
         return
     for name in ("_oh", "Out"):

@@ -1,10 +1,10 @@
-"""The walk of a tensor report: every tensor of this process, named, measured, and let go again.
+"""Finds, names and measures every tensor of this process, and reads the allocator.
 
-It runs on the thread that asks, reads `.grad` there and only while no other thread works with
-tensors (see `bystanders`), starts nothing on the device, and returns values that refer to none.
+The walk runs on the calling thread and starts nothing on the device; the values that it returns
+refer to no tensor. `.grad` is read only while no other thread works with tensors.
 
-Limits: objects that `gc.freeze()` put aside are found only through models and variables; of what
-C++ holds, only what autograd saved is seen (see `saved`).
+Limits: objects set aside by `gc.freeze()` are found only through models and variables; of the
+tensors that C++ holds only those that autograd saved are found.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gpumem_otel.snapshot.reading import Reading
 from gpumem_otel.snapshot.snapshot import from_torch
 from gpumem_otel.snapshot.tensor_classes import Classifier, TensorClass, workspaces_in
 from gpumem_otel.tensors.report import FoundTensor
-from gpumem_otel.tensors.saved import can_be_read, saved_tensors
+from gpumem_otel.tensors.saved import can_be_read, grad_fn, saved_tensors
 from gpumem_otel.tensors.tensor_names import Named, Naming
 
 if TYPE_CHECKING:
@@ -34,10 +34,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.snapshot.reading import Source
 
-# One reading of the allocator for an explicit call, installed or not.
-#
-# Nothing is switched on: where `install()` records stacks they are in it, else the blocks have none
-# (or those that the job records itself).
+# The allocator, for an explicit call, with or without `install()`.
 
 
 def read_allocator(
@@ -45,16 +42,16 @@ def read_allocator(
 ) -> tuple[Reading | None, bool, str]:
     """What the allocators of this process hold now.
 
-    Makes no context and starts nothing; on the caller's thread.
+    Makes no context, starts nothing and switches no recording on: blocks have stacks only where
+    `install()` or the job records them.
 
     Args:
-        source: of the agent that is installed, None without one; one that plays a recording says
-            nothing of this process.
+        source: of the installed agent, None without one; a recording that is played is ignored.
         environ: the process's environment, for the size of cuBLAS's workspace.
 
     Returns:
         The reading, None where there is nothing to read; whether stacks are recorded; and why
-        there is no reading, "" where CUDA is simply not in use.
+        there is no reading, "" where CUDA is not in use.
     """
     torch = sys.modules.get("torch")
     if isinstance(source, TorchSource) and source.status().supported:
@@ -68,7 +65,7 @@ def read_allocator(
     try:
         backend = str(torch.cuda.get_allocator_backend())
         if backend != "native":
-            return None, False, f"the allocator backend {backend} tells no blocks"
+            return None, False, f"the allocator backend {backend} lists no blocks"
         return _read(torch, environ), False, ""
     except (CaptureError, RuntimeError) as error:
         return None, False, str(error)
@@ -93,7 +90,7 @@ def _in_use(torch: Any) -> bool:
 
 def _read(torch: Any, environ: Mapping[str, str]) -> Reading:
     recorder = Recorder()
-    recorder.prepare(torch)  # keeps the first naming of frames from importing the compiler
+    recorder.prepare(torch)  # so that naming the first frames does not import the compiler
     try:
         stats = StatsReader(torch)
         devices = stats.devices()
@@ -114,19 +111,18 @@ def _read(torch: Any, environ: Mapping[str, str]) -> Reading:
 
 
 def kinds_of(torch: Any) -> Kinds:
-    """Tells fake tensors, tensors, storages, modules and optimizers apart."""
-    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None)
-    functional = getattr(
-        sys.modules.get("torch._subclasses.functional_tensor"), "FunctionalTensor", None
-    )
-    optimizer = getattr(sys.modules.get("torch.optim.optimizer"), "Optimizer", None)
+    """Distinguishes fake tensors, tensors, storages, modules and optimizers."""
+
+    def imported(module: str, name: str) -> Any:
+        return getattr(sys.modules.get(module), name, None)
+
     bases = {
-        "fake": fake,
-        "functional": functional,
+        "fake": imported("torch._subclasses.fake_tensor", "FakeTensor"),
+        "functional": imported("torch._subclasses.functional_tensor", "FunctionalTensor"),
         "tensor": torch.Tensor,
         "storage": torch.UntypedStorage,
         "module": torch.nn.Module,
-        "optimizer": optimizer,
+        "optimizer": imported("torch.optim.optimizer", "Optimizer"),
     }
     return Kinds(**{kind: base for kind, base in bases.items() if isinstance(base, type)})
 
@@ -137,16 +133,16 @@ def walk(
     watched: Iterable[tuple[str, Any]] = (),
     frame: FrameType | None = None,
 ) -> tuple[list[FoundTensor], list[str]]:
-    """Every tensor there is, in the order of the report, and notes about the walk.
+    """Every tensor of this process, in the order of the report, and notes about the walk.
 
-    Models, optimizers, what is watched, then what variables of the calling code name, then models
-    and optimizers that nobody named, then all the rest, the largest first.
+    The order: models, optimizers, watched objects, what variables of the calling code name, models
+    and optimizers without a name, all other tensors from the largest to the smallest.
 
     Args:
         models: (prefix of its names, model).
         optimizers: whose state belongs to parameters.
-        watched: (name, object) of what the job named.
-        frame: of who asks.
+        watched: (name, object) pairs that the job named.
+        frame: of the caller.
 
     Returns:
         Values that refer to no tensor; ([], []) where torch is not imported.
@@ -165,31 +161,33 @@ def walk(
         for optimizer in optimizers:
             naming.optimizer(optimizer)
         _add_watched(naming, kinds, watched)
-        _add_found(naming, by_kind, frame, {id(model) for _, model in models})
+        _add_variables(naming, by_kind, frame, {id(model) for _, model in models})
         _add_rest(torch, naming, by_kind)
-        gradients, saved, who = _of_autograd(torch, naming)
+        gradients, saved, refused = _of_autograd(torch, naming)
         _name_saved(naming, saved)
         for entry in _in_order(torch, naming, gradients):
             measured.add(entry)
         for label, tensor in saved:
             measured.add(Named(tensor, label, TensorClass.ACTIVATION), saved=True)
-    if who:
-        notes.append(f"gradients are named as any tensor, autograd's graph is not read: {who}")
+    if refused:
+        notes.append(f"gradients have no names of their own, the graph is not read: {refused}")
     elif not can_be_read(torch) and torch.cuda.is_initialized():
-        notes.append("this torch does not tell what autograd saved, newer ones do")
+        notes.append(
+            "what autograd saved is not listed: this torch does not show it, newer ones do"
+        )
     if measured.unread:
         notes.append(f"{measured.unread} tensors could not be read")
-    return measured.found, notes
+    return measured.rows, notes
 
 
-def _add_found(
+def _add_variables(
     naming: Naming, by_kind: dict[str, list[Any]], frame: FrameType | None, given: set[int]
 ) -> None:
-    """What variables of the calling code name, and models and optimizers that nobody named."""
-    for number, one in enumerate(frames_from(frame)):
-        naming.frame(one, own=number == 0)
+    """What variables of the calling code name, and models and optimizers without a name."""
+    for number, caller in enumerate(frames_from(frame)):
+        naming.frame(caller, own=number == 0)
     naming.namespace(vars(sys.modules["__main__"]))
-    naming.gathered(by_kind.get("module", ()))
+    naming.unnamed_models(by_kind.get("module", ()))
     for name, model in naming.models_found():
         if id(model) not in given:
             naming.model(model, f"{name}.")
@@ -209,7 +207,7 @@ def _notes(by_kind: dict[str, list[Any]]) -> list[str]:
         notes.append(f"{fakes} fake tensors of torch.compile hold no memory and are left out")
     if frozen := gc.get_freeze_count():
         notes.append(
-            f"{frozen} objects are set aside by gc.freeze(): tensors among them are here only "
+            f"{frozen} objects are set aside by gc.freeze(): tensors among them are listed only "
             "where a model, an optimizer or a variable leads to them"
         )
     return notes
@@ -225,7 +223,7 @@ def _add_watched(naming: Naming, kinds: Kinds, watched: Iterable[tuple[str, Any]
         elif kind == "tensor":
             naming.add(item, name or naming.number(type(item).__name__), _class_named(name))
         else:
-            for path, tensor in naming._tensors_in(item, 0):  # noqa: SLF001 - of this room
+            for path, tensor in naming.tensors_in(item):
                 naming.add(tensor, f"{name}{path}", _class_named(name))
 
 
@@ -238,27 +236,28 @@ def _class_named(name: str) -> TensorClass | None:
 
 def _of_autograd(torch: Any, naming: Naming) -> tuple[dict[int, Any], list[tuple[str, Any]], str]:
     """Gradients by their tensor's id, and what is saved for backward; or why they are not read."""
-    entries = list(naming)
+    tensors = [entry.tensor for entry in naming]
 
     def read() -> tuple[dict[int, Any], list[tuple[str, Any]]]:
-        gradients = {id(entry.tensor): _gradient_of(entry.tensor) for entry in entries}
-        return gradients, list(saved_tensors(torch, _nodes(naming)))
+        gradients = {id(tensor): _gradient_of(tensor) for tensor in tensors}
+        return gradients, list(saved_tensors(torch, map(grad_fn, tensors)))
 
-    found, who = read_autograd(torch, read)
-    gradients, saved = found or ({}, [])
-    return {key: one for key, one in gradients.items() if one is not None}, saved, who
+    values, refused = read_autograd(torch, read)
+    gradients, saved = values or ({}, [])
+    gradients = {key: gradient for key, gradient in gradients.items() if gradient is not None}
+    return gradients, saved, refused
 
 
 def _in_order(torch: Any, naming: Naming, gradients: dict[int, Any]) -> list[Named]:
-    """Each tensor followed by its gradient; what nobody named is numbered."""
+    """Each tensor followed by its gradient; those without a name are numbered."""
     wrapped: set[int] = set()
     for tensor in [*(entry.tensor for entry in naming), *gradients.values()]:
         wrapped.update(_parts_inside(torch, tensor))
-    of_others = {id(gradient) for gradient in gradients.values()}
+    are_gradients = {id(gradient) for gradient in gradients.values()}
     entries: list[Named] = []
     for entry in naming:
         key = id(entry.tensor)
-        if key in of_others or (not entry.name and key in wrapped):
+        if key in are_gradients or (not entry.name and key in wrapped):
             continue
         entry.name = entry.name or naming.number(type(entry.tensor).__name__)
         entries.append(entry)
@@ -277,8 +276,8 @@ def _parts_inside(torch: Any, tensor: Any) -> list[int]:
 
 
 def is_parameter(torch: Any, tensor: Any) -> bool:
-    """Whether it is an `nn.Parameter`, by its exact type or, of other subclasses, torch's mark."""
-    if any(one is torch.nn.Parameter for one in type(tensor).__mro__):
+    """Whether it is an `nn.Parameter`, by its type or by the mark that torch gives subclasses."""
+    if any(base is torch.nn.Parameter for base in type(tensor).__mro__):
         return True
     return instance_dict(tensor).get("_is_param") is True
 
@@ -298,9 +297,9 @@ def _bytes_held(tensor: Any) -> int:
 
 
 def _name_saved(naming: Naming, saved: list[tuple[str, Any]]) -> None:
-    """A tensor that nobody named gets its name from what autograd saved.
+    """Name tensors without a name after what autograd saved of the same storage.
 
-    What is saved is often another view of its storage, or the same without its history.
+    What is saved is often another view of the storage, or the tensor without its history.
     """
     labels: dict[int, str] = {}
     for label, tensor in saved:
@@ -313,30 +312,18 @@ def _name_saved(naming: Naming, saved: list[tuple[str, Any]]) -> None:
 
 
 def _identity(tensor: Any) -> int:
-    """Of its storage, 0 where it has none of its own."""
+    """The identity of its storage, 0 where it has none of its own."""
     try:
         return int(tensor.untyped_storage()._cdata)  # noqa: SLF001
     except Exception:  # sparse, wrappers
         return 0
 
 
-def _nodes(naming: Naming) -> list[Any]:
-    nodes = []
-    for entry in naming:
-        try:
-            node = entry.tensor.grad_fn
-        except Exception:  # noqa: S112 - a subclass
-            continue
-        if node is not None:
-            nodes.append(node)
-    return nodes
-
-
 class _Measured:
-    """Rows, made of tensors one by one."""
+    """The rows of the tensors measured so far; none refers to its tensor."""
 
     def __init__(self, torch: Any) -> None:
-        self.found: list[FoundTensor] = []
+        self.rows: list[FoundTensor] = []
         self.unread = 0
         self._torch = torch
         self._held: set[int] = set()
@@ -347,7 +334,7 @@ class _Measured:
         except Exception:  # a subclass may raise anything
             self.unread += 1
             return
-        self.found += rows
+        self.rows += rows
 
     def _rows(self, entry: Named, *, saved: bool) -> list[FoundTensor]:
         tensor = entry.tensor
@@ -359,11 +346,11 @@ class _Measured:
             address = address_of(storage) if size and part.device.type != "meta" else 0
             if not address:
                 size = 0
-            key = address or -int(storage._cdata)  # noqa: SLF001 - the identity of a storage
+            key = address or -int(storage._cdata)  # noqa: SLF001 - identity of the storage
             if saved and key in self._held:
                 continue
             if not size and not _numel(part) and len(parts) == 1:
-                continue  # nothing in it, nothing behind it
+                continue  # it has neither elements nor memory
             if not saved:
                 self._held.add(key)
             shown = tensor if len(parts) == 1 else part
@@ -391,7 +378,7 @@ class _Measured:
 def _class_of(entry: Named, tensor: Any) -> TensorClass | None:
     if entry.tensor_class is not None:
         return entry.tensor_class
-    # made by a forward, and no view of something that was there before
+    # made by a forward, and not a view of an older tensor
     made = tensor.grad_fn is not None and not tensor._is_view()  # noqa: SLF001 - torch's own name
     return TensorClass.ACTIVATION if made else None
 

@@ -15,8 +15,8 @@ from support.recordings import make_recording
 
 from gpumem_otel.base.clock import SystemClock
 from gpumem_otel.profiles.pprof_reader import decode
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.recording.source import ReplaySource
-from gpumem_otel.recording.writer import load_recording
 from gpumem_otel.runtime.agent import Agent
 from gpumem_otel.settings.options import resolve
 

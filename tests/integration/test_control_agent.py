@@ -20,8 +20,8 @@ from support.recordings import make_recording
 from support.yield_double import YieldDouble
 
 from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.recording.source import ReplaySource
-from gpumem_otel.recording.writer import load_recording
 from gpumem_otel.runtime.agent import Agent
 from gpumem_otel.serve.discovery import control_sockets
 from gpumem_otel.settings.options import resolve
@@ -187,7 +187,7 @@ JOB = """
     from gpumem_otel.api import lifecycle
     from gpumem_otel.runtime.agent import Agent
     from gpumem_otel.recording.source import ReplaySource
-    from gpumem_otel.recording.writer import load_recording
+    from gpumem_otel.recording.reader import load_recording
     from gpumem_otel.base.clock import SystemClock
     from gpumem_otel.settings.options import resolve
 

@@ -20,8 +20,8 @@ from support.recordings import make_recording
 from gpumem_otel.api import line_profiler
 from gpumem_otel.base.clock import SystemClock
 from gpumem_otel.line_profiling import profiler as capture_lines
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.recording.source import ReplaySource
-from gpumem_otel.recording.writer import load_recording
 from gpumem_otel.runtime.agent import Agent
 from gpumem_otel.settings.options import resolve
 
@@ -120,7 +120,7 @@ def test_coverage_sees_the_same_lines(run, tmp_path, core):
         pytest.skip("this Python has no sys.monitoring")
     seen = []
     for decorator in ("", "@gpumem_otel.profile"):
-        # the line of the decorator is there in both
+        # both have the line of the decorator
         command = (sys.executable, "-m", "coverage", "run", "--include=job.py")
         done = run(decorator=decorator or "@(lambda f: f)", command=command,
                    env={"COVERAGE_CORE": core, "PATH": ""})  # fmt: skip
@@ -129,8 +129,8 @@ def test_coverage_sees_the_same_lines(run, tmp_path, core):
             [sys.executable, "-m", "coverage", "json", "-q", "-o", "out.json"],
             cwd=tmp_path, check=True, timeout=100,
         )  # fmt: skip
-        found = json.loads((tmp_path / "out.json").read_text())["files"]["job.py"]
-        seen.append((found["executed_lines"], found["missing_lines"]))
+        lines = json.loads((tmp_path / "out.json").read_text())["files"]["job.py"]
+        seen.append((lines["executed_lines"], lines["missing_lines"]))
     assert_printed(done.stdout)
     assert seen[0] == seen[1]
     assert {11, 12, 13} <= set(seen[1][0])
@@ -146,7 +146,7 @@ def test_a_breakpoint_in_a_profiled_function_stops_there(run):
 
 
 def test_the_first_example_of_the_docs_prints_what_they_show(tmp_path):
-    """With an allocator that rounds as the real one in place of it."""
+    """With a substitute for the allocator that rounds in the same way."""
     page = (TESTS.parent / "docs" / "line-profiler.md").read_text()
     code, shown = page.split("```python\n")[1].split("```\n")[0], page.split("\n```\n")[2]
     (tmp_path / "job.py").write_text(code)
@@ -173,7 +173,7 @@ def test_the_first_example_of_the_docs_prints_what_they_show(tmp_path):
     assert done.stdout == shown + "\n"
 
 
-def test_lines_are_served_beside_the_metrics(tmp_path, monkeypatch):
+def test_lines_are_served_with_the_metrics(tmp_path, monkeypatch):
     memory = Memory()
     monkeypatch.setitem(sys.modules, "torch", memory.torch())
     monkeypatch.setattr(line_profiler, "_STATE", line_profiler._State())
@@ -191,19 +191,19 @@ def test_lines_are_served_beside_the_metrics(tmp_path, monkeypatch):
         assert agent.wait_listening(10)
         line_profiler.profile(show=False)(work)()
         connection = http.client.HTTPConnection("127.0.0.1", agent.address[1], timeout=10)
-        found = {}
+        bodies = {}
         for path in ("/metrics/lines", "/metrics"):
             connection.request("GET", path)
             answer = connection.getresponse()
             assert answer.status == 200
-            found[path] = answer.read().decode()
+            bodies[path] = answer.read().decode()
         connection.close()
     finally:
         agent.stop()
         line_profiler.line_profiler().disable()
-    families = {f.name: f for f in text_string_to_metric_families(found["/metrics/lines"])}
+    families = {f.name: f for f in text_string_to_metric_families(bodies["/metrics/lines"])}
     rows = families["gpumem_line_allocation_bytes"].samples
     assert {s.labels["file"] for s in rows} == {"test_line_processes.py"}
     assert {s.labels["rank"] for s in rows} == {"2"}
     assert sum(s.value for s in rows) == 4096
-    assert "gpumem_line" not in found["/metrics"]
+    assert "gpumem_line" not in bodies["/metrics"]

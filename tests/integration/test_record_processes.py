@@ -1,4 +1,4 @@
-"""Recordings of several processes: each writes a file of its own, and only the one it began."""
+"""Recordings of several processes: each writes its own file and no other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from support.cli_process import WAIT, clean_environ
 
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 
 RECORDING = """
 import os, sys
@@ -58,12 +58,12 @@ def test_processes_of_one_rank_each_have_a_file(tmp_path):
     ):
         paths = {process: process.stdout.readline().strip() for process in (first, second)}
         errors = {process: process.communicate(timeout=WAIT)[1] for process in (first, second)}
-    one, other = sorted(paths, key=lambda process: len(paths[process]))
-    assert paths[one] == str(tmp_path / "run.gpumem")
+    first, other = sorted(paths, key=lambda process: len(paths[process]))
+    assert paths[first] == str(tmp_path / "run.gpumem")
     assert paths[other] == str(tmp_path / f"run-pid{other.pid}.gpumem")
-    assert errors[one] == ""
+    assert errors[first] == ""
     assert errors[other] == (
-        f"gpumem_otel: {paths[one]} is there already: this process records to {paths[other]}\n"
+        f"gpumem_otel: {paths[first]} exists already: this process records to {paths[other]}\n"
     )
     for path in paths.values():
         recording = load_recording(path)
@@ -71,7 +71,7 @@ def test_processes_of_one_rank_each_have_a_file(tmp_path):
 
 
 def test_a_forked_child_writes_nothing(tmp_path):
-    """GIVEN a line half written WHEN the job forks THEN the child does not write it once more."""
+    """GIVEN a line half written WHEN the job forks THEN the child does not write it again."""
     path = tmp_path / "run.gpumem"
     done = subprocess.run(
         [sys.executable, "-c", RECORDING + FORKS_WHILE_WRITING, str(path)],

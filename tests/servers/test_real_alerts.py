@@ -23,7 +23,7 @@ from support.said import said
 from support.servers import until
 
 from gpumem_otel.metrics.table import Level, shown
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,8 +18,8 @@ import torch.distributed as dist
 import gpumem_otel
 from gpumem_otel.api import lifecycle
 from gpumem_otel.base.clock import SystemClock
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.recording.source import ReplaySource
-from gpumem_otel.recording.writer import load_recording
 from gpumem_otel.runtime.agent import Agent
 from gpumem_otel.serve import discovery
 from gpumem_otel.settings.options import resolve

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 from gpumem_otel.cli.demo.command import RECORDING
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 
 ROOT = Path(__file__).parents[2]
 

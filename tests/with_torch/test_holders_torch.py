@@ -1,4 +1,4 @@
-"""Who holds a tensor, and letting go of a traceback: real CPU tensors, with and without IPython."""
+"""Holders of real CPU tensors, and the release of a traceback, with and without IPython."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HERE = __name__
 
 
 def held(x):
-    """{(kind, path)} of who holds it, the variables of running functions left out."""
+    """{(kind, path)} of its holders, but for the variables of running functions."""
     return {(h.kind, h.path) for h in gpumem_otel.holders(x).held_by if h.kind != "frame"}
 
 
@@ -145,7 +145,7 @@ def test_storages_and_addresses(module_attribute):
     assert "held by nothing that Python can see" in str(gpumem_otel.holders(64))
 
 
-@pytest.mark.skipif(not can_be_read(torch), reason="this torch does not tell what it saved")
+@pytest.mark.skipif(not can_be_read(torch), reason="this torch does not show what it saved")
 def test_what_autograd_saved_is_a_holder():
     source = torch.randn(4, requires_grad=True)
     out = source.sin()
@@ -161,7 +161,7 @@ def fail_with(size, sizes):
 
 
 def leave_a_traceback():
-    """What the interpreter does with an error that nobody caught."""
+    """What the interpreter does with an error that was not caught."""
     sizes = []
     try:
         fail_with(1000, sizes)
@@ -188,7 +188,7 @@ def test_a_frame_of_the_last_traceback_by_function_and_variable(last_error):
     assert "fail_with (test_holders_torch.py:" in holder.place
 
 
-def test_release_lets_go_of_the_last_traceback(last_error):
+def test_release_clears_the_last_traceback(last_error):
     activations = last_error()
     error = sys.last_value
     gpumem_otel.report()  # looks into those frames too
@@ -197,7 +197,7 @@ def test_release_lets_go_of_the_last_traceback(last_error):
     assert gpumem_otel.release_traceback() == 0  # no GPU memory here
     assert activations() is None
     assert not {"last_exc", "last_value", "last_traceback"} & set(vars(sys))
-    # the error is still there for whoever holds it, with its lines
+    # the error itself is kept, with its lines
     assert str(error) == "CUDA out of memory, so to say"
     assert error.__traceback__.tb_next.tb_frame.f_code.co_name == "fail_with"
     assert gpumem_otel.release_traceback() == 0
@@ -236,7 +236,7 @@ def test_running_functions_keep_their_variables():
 
 
 def test_a_shell_that_keeps_outputs(monkeypatch):
-    """The parts of IPython's shell that hold on, where its own means to let go fail."""
+    """The parts of IPython's shell that keep objects, whose own way to release them fails."""
 
     class Shell:
         pass
@@ -260,7 +260,7 @@ def test_a_shell_that_keeps_outputs(monkeypatch):
     assert shell.InteractiveTB.tb is None
 
 
-def test_a_real_ipython_lets_go():
+def test_a_real_ipython_is_released():
     pytest.importorskip("IPython")
     out = run("""
         import gc, weakref
@@ -293,8 +293,8 @@ def test_a_real_ipython_lets_go():
 
 
 @pytest.mark.parametrize("nothing", ["text", 3.0, None, -5, True])
-def test_what_is_no_memory_is_told(nothing):
-    with pytest.raises(ConfigError, match="is no tensor, storage or address"):
+def test_what_is_not_memory_is_refused(nothing):
+    with pytest.raises(ConfigError, match="is not a tensor"):
         gpumem_otel.holders(nothing)
 
 
@@ -310,8 +310,8 @@ def test_the_answer_as_text_and_values(module_attribute):
     assert plain["held_by"] == [{"path": f"{HERE}.kept_by_module", "kind": "module", "place": ""}]
 
 
-def test_a_tuple_that_is_being_filled_is_let_be():
-    """Its end is not there yet: looking at it would crash, keeping it would make `tuple()` fail."""
+def test_a_tuple_that_is_being_filled_is_left_alone():
+    """Its end does not exist yet: reading it would crash, keeping it would make `tuple()` fail."""
     out = run("""
         import torch, gpumem_otel
         def produce():

@@ -1,4 +1,4 @@
-"""The line profiler beside a real torch: no CUDA, a pretended one, and `torch.compile`."""
+"""The line profiler with a real torch: no CUDA, a pretended one, and `torch.compile`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_without_a_gpu_lines_run_and_cuda_is_left_alone(run):
 
 
 @pytest.mark.skipif(not torch.version.cuda, reason="a CUDA build of torch")
-def test_torchs_own_questions_are_answered_as_without_us(run):
+def test_the_own_counters_of_torch_are_as_without_us(run):
     output = run("""
         import torch
         from support.pretend_cuda import pretend

@@ -1,4 +1,4 @@
-"""The tensor report beside the job: nothing is run, nothing kept, and no thread is disturbed."""
+"""The tensor report does no harm: it runs no code, keeps nothing and disturbs no thread."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ nn = torch.nn
 
 pytestmark = [pytest.mark.torch, pytest.mark.usefixtures("nothing_left_of_other_tests")]
 tells_saved = pytest.mark.skipif(
-    not can_be_read(torch), reason="this torch does not tell what autograd saved"
+    not can_be_read(torch), reason="this torch does not show what autograd saved"
 )
 
 
@@ -75,7 +75,7 @@ def test_what_has_no_python_object_is_listed_apart():
     source = torch.randn(64, requires_grad=True)
     softmaxed = torch.nn.functional.cross_entropy(source.view(8, 8), torch.zeros(8).long())
     report = gpumem_otel.report()
-    device = next(one for one in report.devices if one.device == "cpu")
+    device = next(entry for entry in report.devices if entry.device == "cpu")
     # the log-softmax inside cross_entropy never was a Python object
     saved = {row.name: row for row in device.saved}
     assert saved["NllLossBackward0.self"].used_bytes == 256
@@ -132,7 +132,7 @@ def test_no_reference_is_kept():
 
 
 def test_a_variable_that_is_deleted_after_the_report_is_gone():
-    """Python 3.12 and older keep variables in the frame once somebody has looked at them."""
+    """Python 3.12 and older keep variables in the frame once they were read."""
 
     def work():
         big = torch.zeros(1000)
@@ -224,7 +224,7 @@ def test_while_another_thread_runs_backward_no_gradient_is_read():
 def test_a_thread_that_waits_or_sleeps_or_knows_no_torch_is_no_hindrance():
     stop = threading.Event()
     names = {"stop": stop}
-    exec("def stranger():\n    while not stop.is_set():\n        pass", names)
+    exec("def computes():\n    while not stop.is_set():\n        pass", names)
 
     def sleeps():
         while not stop.is_set():
@@ -232,7 +232,7 @@ def test_a_thread_that_waits_or_sleeps_or_knows_no_torch_is_no_hindrance():
 
     weight = torch.randn(4, requires_grad=True)
     weight.sum().backward()
-    threads = [threading.Thread(target=one) for one in (stop.wait, sleeps, names["stranger"])]
+    threads = [threading.Thread(target=work) for work in (stop.wait, sleeps, names["computes"])]
     for thread in threads:
         thread.start()
     try:

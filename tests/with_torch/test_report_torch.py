@@ -132,7 +132,7 @@ def test_the_total_is_that_of_the_distinct_storages():
                 for storage in storages_of(tensor) if tensor is not None else ():
                     if storage.device.type == "cpu":
                         storages[storage.data_ptr()] = storage.nbytes()
-    (here,) = [one for one in report.devices if one.device == "cpu"]
+    (here,) = [device for device in report.devices if device.device == "cpu"]
     assert here.used_bytes == sum(storages.values())
     assert len(kept) == 3
 
@@ -204,7 +204,7 @@ def test_lazy_parameters_and_hostile_subclasses_do_no_harm():
     assert type(angry) is Angry
 
 
-def test_frozen_objects_are_found_through_models_and_said():
+def test_frozen_objects_are_found_through_models_and_noted():
     out = run("""
         import gc, torch, gpumem_otel
         model = torch.nn.Linear(3, 3)
@@ -223,8 +223,8 @@ def test_watched_models_and_caches_are_named():
     cache = torch.zeros(12)
     gpumem_otel.watch(kv_cache=cache)
     try:
-        found, _ = walk(watched=[("kv_cache", cache)])
-        (row,) = [one for one in found if one.name == "kv_cache"]
+        tensors, _ = walk(watched=[("kv_cache", cache)])
+        (row,) = [row for row in tensors if row.name == "kv_cache"]
         assert row.tensor_class.value == "kv_cache"
         assert by_name(gpumem_otel.report())["kv_cache"].tensor_class.value == "kv_cache"
     finally:
@@ -260,7 +260,7 @@ def test_a_device_of_which_there_is_nothing():
         ({"device": "gpu zero"}, "not one like"),
     ],
 )
-def test_wrong_arguments_are_told_in_a_line(arguments, message):
+def test_wrong_arguments_are_refused_in_a_line(arguments, message):
     with pytest.raises(ConfigError, match=message) as caught:
         gpumem_otel.report(**arguments)
     assert "\n" not in str(caught.value)
@@ -303,7 +303,9 @@ def test_sharded_models_count_the_shards_that_are_here():
     """)
     if out.strip() == "none":
         pytest.skip("this torch has no fully_shard")
-    weight, gradient, bias, shard = out.splitlines()[-4:]  # gloo of torch 2.8 says something first
+    weight, gradient, bias, shard = out.splitlines()[
+        -4:
+    ]  # gloo of torch 2.8 prints something first
     assert weight == "0.weight DTensor (8, 8) 256 parameter"
     assert gradient.startswith("0.weight.grad DTensor (8, 8) ")
     assert bias == "0.bias DTensor (8,) 32 parameter"

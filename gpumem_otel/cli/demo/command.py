@@ -125,8 +125,8 @@ def _gpu(*, asked: bool | None) -> str:
 
 def _replay(recording: str | None) -> ReplaySource:
     from gpumem_otel.base.clock import SystemClock
+    from gpumem_otel.recording.reader import load_recording
     from gpumem_otel.recording.source import ReplaySource
-    from gpumem_otel.recording.writer import load_recording
 
     if recording:
         return ReplaySource(load_recording(recording), SystemClock())

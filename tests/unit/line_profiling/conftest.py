@@ -10,6 +10,7 @@ from support.line_memory import Memory
 from support.profiled import MONITORING, Job
 
 from gpumem_otel.api import line_profiler
+from gpumem_otel.line_profiling import profiler
 
 
 @pytest.fixture
@@ -29,13 +30,13 @@ def torch(memory, monkeypatch):
     before = dict(vars(fake._C))
     state = line_profiler._State()
     monkeypatch.setattr(line_profiler, "_STATE", state)
-    monkeypatch.setattr(line_profiler, "publish", lambda recorder: None)
+    monkeypatch.setattr(profiler, "_PUBLISHED", [])
     monkeypatch.setattr(line_profiler.atexit, "register", lambda function: None)
     monkeypatch.setitem(sys.modules, "torch", fake)
     trace = sys.gettrace()
     yield fake
-    for profiler in state.profilers.values():
-        profiler.disable()
+    for lines in state.profilers.values():
+        lines.disable()
     assert sys.gettrace() is trace
     assert threading.gettrace() is None
     if MONITORING:

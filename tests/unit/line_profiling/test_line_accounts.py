@@ -1,4 +1,4 @@
-"""The books of the line profiler against a model that keeps every moment."""
+"""The accounts of the line profiler compared with a model that keeps every moment."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ PATHS = [name.split(".") for name in BASE_COLUMNS]
 
 
 def moment(memory):
-    """The counters of every device, its peaks since the moment before."""
-    found = {}
+    """The counters of every device, with peaks since the last moment."""
+    counters = {}
     for device in range(len(memory.devices)):
         raw = memory.stats(device)
-        found[device] = tuple(raw[a][b][c] for a, b, c in PATHS)
+        counters[device] = tuple(raw[a][b][c] for a, b, c in PATHS)
         memory.reset_peaks(device)
-    return found
+    return counters
 
 
 def function(number, name="f"):
@@ -37,18 +37,18 @@ def function(number, name="f"):
 
 
 def test_a_line_has_what_was_allocated_after_it_its_peak_and_both_differences():
-    memory, books = Memory(), LineAccounts()
+    memory, accounts = Memory(), LineAccounts()
     kept = memory.alloc(1024)
-    books.enter(1, 0, 10, moment(memory), call=True)
-    books.line(1, 0, 11, moment(memory))
+    accounts.enter(1, 0, 10, moment(memory), call=True)
+    accounts.line(1, 0, 11, moment(memory))
     temporary, left = memory.alloc(4096), memory.alloc(2048)
     temporary.free()
-    books.line(1, 0, 12, moment(memory))
+    accounts.line(1, 0, 12, moment(memory))
     kept.free()
     left.free()
-    books.leave(1, 0, moment(memory))
+    accounts.leave(1, 0, moment(memory))
 
-    first, second, third = books.rows(0)
+    first, second, third = accounts.rows(0)
 
     assert [(row.line, row.hits) for row in (first, second, third)] == [(10, 1), (11, 1), (12, 1)]
     assert first.devices[0].after_bytes == first.devices[0].peak_bytes == 1024
@@ -63,82 +63,82 @@ def test_a_line_has_what_was_allocated_after_it_its_peak_and_both_differences():
     assert (use.peak_bytes, use.peak_rise_bytes, use.allocation_bytes) == (3072, 0, 0)
 
 
-def test_a_suspended_generator_is_charged_nothing():
-    memory, books = Memory(), LineAccounts()
-    books.enter(1, 0, 1, moment(memory), call=True)
-    books.line(1, 0, 2, moment(memory))
+def test_nothing_is_counted_for_a_suspended_generator():
+    memory, accounts = Memory(), LineAccounts()
+    accounts.enter(1, 0, 1, moment(memory), call=True)
+    accounts.line(1, 0, 2, moment(memory))
     memory.alloc(512)
-    books.leave(1, 0, moment(memory))
+    accounts.leave(1, 0, moment(memory))
     memory.alloc(1 << 20)
-    books.enter(1, 0, 2, moment(memory), call=False)
+    accounts.enter(1, 0, 2, moment(memory), call=False)
     memory.alloc(1024)
-    books.leave(1, 0, moment(memory))
+    accounts.leave(1, 0, moment(memory))
 
-    use = books.rows(0)[1].devices[0]
+    use = accounts.rows(0)[1].devices[0]
 
-    assert books.calls(0) == 1
-    assert (books.rows(0)[1].hits, use.allocation_bytes, use.net_bytes) == (1, 1536, 1536)
+    assert accounts.calls(0) == 1
+    assert (accounts.rows(0)[1].hits, use.allocation_bytes, use.net_bytes) == (1, 1536, 1536)
     assert use.peak_rise_bytes == 1024
 
 
-def test_what_another_thread_makes_counts_for_every_line_under_way():
-    memory, books = Memory(), LineAccounts()
-    books.enter(1, 0, 1, moment(memory), call=True)
-    books.enter(2, 1, 1, moment(memory), call=True)
+def test_what_another_thread_allocates_counts_for_every_running_line():
+    memory, accounts = Memory(), LineAccounts()
+    accounts.enter(1, 0, 1, moment(memory), call=True)
+    accounts.enter(2, 1, 1, moment(memory), call=True)
     memory.alloc(4096).free()
-    books.leave(2, 1, moment(memory))
-    books.leave(1, 0, moment(memory))
+    accounts.leave(2, 1, moment(memory))
+    accounts.leave(1, 0, moment(memory))
 
-    assert books.rows(0)[0].devices[0].peak_bytes == 4096
-    assert books.rows(1)[0].devices[0].peak_bytes == 4096
+    assert accounts.rows(0)[0].devices[0].peak_bytes == 4096
+    assert accounts.rows(1)[0].devices[0].peak_bytes == 4096
 
 
-def test_counters_that_the_job_sets_back_are_never_negative():
-    memory, books = Memory(), LineAccounts()
+def test_counters_that_the_job_resets_are_never_negative():
+    memory, accounts = Memory(), LineAccounts()
     memory.alloc(4096)
-    books.enter(1, 0, 1, moment(memory), call=True)
+    accounts.enter(1, 0, 1, moment(memory), call=True)
     for entry in (memory.devices[0]["allocated_bytes"], memory.devices[0]["allocation"]):
         entry["all"]["allocated"] = 0
     memory.alloc(1024)
-    books.leave(1, 0, moment(memory))
+    accounts.leave(1, 0, moment(memory))
 
-    use = books.rows(0)[0].devices[0]
+    use = accounts.rows(0)[0].devices[0]
     assert use.allocation_bytes == 1024
     assert use.columns["allocated_bytes.all.allocated"] == 1024
 
 
 def test_a_device_that_appears_later_began_with_nothing():
-    books = LineAccounts()
-    books.enter(1, 0, 1, {}, call=True)
-    books.leave(1, 0, {3: (512, 1024, 1024, 2048, 1536, 3)})
+    accounts = LineAccounts()
+    accounts.enter(1, 0, 1, {}, call=True)
+    accounts.leave(1, 0, {3: (512, 1024, 1024, 2048, 1536, 3)})
 
-    use = books.rows(0)[0].devices[3]
+    use = accounts.rows(0)[0].devices[3]
     assert (use.net_bytes, use.peak_rise_bytes) == (512, 1024)
     assert (use.allocation_bytes, use.allocations) == (1536, 3)
 
 
-def test_a_function_that_was_under_way_before_is_followed_from_its_next_line():
-    memory, books = Memory(), LineAccounts()
-    books.leave(1, 0, moment(memory))
-    books.line(1, 0, 7, moment(memory))
+def test_a_function_that_ran_before_is_followed_from_its_next_line():
+    memory, accounts = Memory(), LineAccounts()
+    accounts.leave(1, 0, moment(memory))
+    accounts.line(1, 0, 7, moment(memory))
     memory.alloc(512)
-    books.drop(1, moment(memory))
+    accounts.drop(1, moment(memory))
 
-    (row,) = books.rows(0)
+    (row,) = accounts.rows(0)
     assert (row.line, row.hits, row.devices[0].allocation_bytes) == (7, 1, 512)
-    assert books.open_threads() == ()
+    assert accounts.open_threads() == ()
 
 
-def test_more_chains_than_are_told_apart_count_for_their_caller():
-    memory, books = Memory(), LineAccounts(max_nodes=1)
-    books.enter(1, 0, 1, moment(memory), call=True)
+def test_chains_beyond_the_limit_count_for_their_caller():
+    memory, accounts = Memory(), LineAccounts(max_nodes=1)
+    accounts.enter(1, 0, 1, moment(memory), call=True)
     for line in range(5):
-        books.enter(1, 1, line, moment(memory), call=True)
+        accounts.enter(1, 1, line, moment(memory), call=True)
         memory.alloc(512)
-        books.leave(1, 1, moment(memory))
-    books.leave(1, 0, moment(memory))
+        accounts.leave(1, 1, moment(memory))
+    accounts.leave(1, 0, moment(memory))
 
-    assert books.chains() == {((0, 1),): {0: (5, 2560)}}
+    assert accounts.chains() == {((0, 1),): {0: (5, 2560)}}
 
 
 def test_a_deep_recursion_is_cut_in_the_middle_of_a_profile():
@@ -152,15 +152,15 @@ def test_a_deep_recursion_is_cut_in_the_middle_of_a_profile():
 
 
 def test_the_pprof_holds_each_byte_once_with_the_line_as_frame():
-    memory, books = Memory(devices=2), LineAccounts()
-    books.enter(1, 0, 5, moment(memory), call=True)
+    memory, accounts = Memory(devices=2), LineAccounts()
+    accounts.enter(1, 0, 5, moment(memory), call=True)
     memory.alloc(512)
-    books.enter(1, 1, 15, moment(memory), call=True)
+    accounts.enter(1, 1, 15, moment(memory), call=True)
     memory.alloc(4096, device=1)
-    books.leave(1, 1, moment(memory))
-    books.leave(1, 0, moment(memory))
+    accounts.leave(1, 1, moment(memory))
+    accounts.leave(1, 0, moment(memory))
 
-    profiles = line_profiles({0: function(0), 1: function(1)}, books.chains(), 77)
+    profiles = line_profiles({0: function(0), 1: function(1)}, accounts.chains(), 77)
 
     assert [(p.device, p.kind, p.total_bytes, p.time_ns) for p in profiles] == [
         (0, ProfileKind.ALLOCATED, 512, 77),
@@ -175,7 +175,7 @@ def test_the_pprof_holds_each_byte_once_with_the_line_as_frame():
 
 
 class Model:
-    """Keeps what is allocated at every moment, and the intervals of all lines under way."""
+    """Keeps what is allocated at every moment, and the intervals of all running lines."""
 
     def __init__(self):
         self.held, self.open, self.done = 0, [], []
@@ -200,10 +200,10 @@ class Model:
             interval["bytes"] += max(size, 0)
 
     def rows(self):
-        found = {}
+        counters = {}
         for interval in self.done:
             held = interval["held"]
-            row = found.setdefault(
+            row = counters.setdefault(
                 interval["at"], {"after": 0, "peak": 0, "rise": 0, "net": 0, "bytes": 0}
             )
             row["after"] = max(row["after"], held[-1])
@@ -211,7 +211,7 @@ class Model:
             row["rise"] = max(row["rise"], max(held) - held[0])
             row["net"] += held[-1] - held[0]
             row["bytes"] += interval["bytes"]
-        return found
+        return counters
 
 
 OPS = st.recursive(
@@ -227,10 +227,10 @@ OPS = st.recursive(
 
 @given(st.lists(OPS, max_size=12))
 def test_any_program_gives_what_a_model_of_every_moment_gives(program):
-    memory, books, model, blocks = Memory(), LineAccounts(), Model(), []
+    memory, accounts, model, blocks = Memory(), LineAccounts(), Model(), []
 
     def run(number, ops):
-        books.enter(1, number, 1, moment(memory), call=True)
+        accounts.enter(1, number, 1, moment(memory), call=True)
         model.begin(number, 1)
         for op in ops:
             if op[0] == "alloc":
@@ -241,11 +241,11 @@ def test_any_program_gives_what_a_model_of_every_moment_gives(program):
                 block.free()
                 model.moved(-size)
             elif op[0] == "line":
-                books.line(1, number, op[1], moment(memory))
+                accounts.line(1, number, op[1], moment(memory))
                 model.line(op[1])
             elif op[0] == "call":
                 run(op[1], op[2])
-        books.leave(1, number, moment(memory))
+        accounts.leave(1, number, moment(memory))
         model.end()
 
     run(0, program)
@@ -259,8 +259,8 @@ def test_any_program_gives_what_a_model_of_every_moment_gives(program):
             "bytes": row.devices[0].allocation_bytes,
         }
         for number in range(3)
-        for row in books.rows(number)
+        for row in accounts.rows(number)
     }
     assert seen == model.rows()
-    own = sum(size for devices in books.chains().values() for _, size in devices.values())
+    own = sum(size for devices in accounts.chains().values() for _, size in devices.values())
     assert own == memory.devices[0]["allocated_bytes"]["all"]["allocated"]

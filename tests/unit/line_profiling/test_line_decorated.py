@@ -1,4 +1,4 @@
-"""The line profiler as a decorator: what it stands above keeps its kind."""
+"""The line profiler as a decorator: what it decorates keeps its kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpumem_otel.api.line_profiler import LineProfiler, line_profiler, profile, 
 from gpumem_otel.errors import ConfigError
 
 
-def test_decorated_coroutines_that_interleave_are_told_apart(job):
+def test_decorated_coroutines_that_interleave_are_counted_apart(job):
     coroutine, lines = decorated(job.functions()["coroutine"])
     assert inspect.iscoroutinefunction(coroutine)
 
@@ -47,7 +47,7 @@ def test_a_cancelled_coroutine_is_left(job):
 
     asyncio.run(main())
     assert allocated(lines, "coroutine") == {1: KIB}
-    assert lines.recorder._books.open_threads() == ()
+    assert lines.recorder._accounts.open_threads() == ()
 
 
 def test_a_decorated_asynchronous_generator(job):
@@ -66,7 +66,7 @@ def test_a_decorated_asynchronous_generator(job):
     assert allocated(lines, "stream") == {1: 2 * KIB, 4: 2 * KIB}
 
 
-def test_a_decorated_generator_hands_everything_on(job):
+def test_a_decorated_generator_passes_everything_on(job):
     generator, lines = decorated(job.functions()["generator"])
     assert inspect.isgeneratorfunction(generator)
 

@@ -25,7 +25,7 @@ def torch(memory):
 
 
 def job_peak(torch, device=0):
-    """As `torch.cuda.max_memory_allocated()` asks for it."""
+    """As `torch.cuda.max_memory_allocated()` reads it."""
     return torch._C._cuda_memoryStats(device)["allocated_bytes"]["all"]["peak"]
 
 
@@ -63,16 +63,16 @@ def test_the_jobs_own_reset_is_obeyed_and_disturbs_no_line(memory, torch):
 
 def test_two_views_have_a_peak_each(memory, torch):
     shared = SharedPeaks(torch._C)
-    one, two = shared.open(), shared.open()
-    shared.read(one, 0), shared.read(two, 0)
+    first, second = shared.open(), shared.open()
+    shared.read(first, 0), shared.read(second, 0)
     memory.alloc(4096).free()
-    assert own_peak(shared, one) == 4096
+    assert own_peak(shared, first) == 4096
     memory.alloc(512)
-    assert own_peak(shared, one) == 512
-    assert own_peak(shared, two) == 4096
-    assert own_peak(shared, two) == 512
-    shared.close(one)
-    shared.close(two)
+    assert own_peak(shared, first) == 512
+    assert own_peak(shared, second) == 4096
+    assert own_peak(shared, second) == 512
+    shared.close(first)
+    shared.close(second)
 
 
 def test_torchs_functions_come_back_once_they_are_right_by_themselves(memory, torch):
@@ -111,7 +111,7 @@ def test_they_come_back_with_the_jobs_next_reset(memory, torch):
     assert job_peak(torch) == 0
 
 
-def test_somebody_who_wraps_ours_is_left_in_place_and_peaks_stay_right(memory, torch):
+def test_a_wrapper_around_ours_stays_and_peaks_stay_right(memory, torch):
     shared = SharedPeaks(torch._C)
     memory.alloc(8192).free()
     view = shared.open()
@@ -163,7 +163,7 @@ def test_a_forked_child_reads_the_allocator_as_it_is(memory, torch):
     assert held.wait(30)
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # a child that waits for the lock ends by it
+        signal.alarm(20)  # ends a child that waits for the lock
         os._exit(0 if job_peak(torch) == 0 else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     done.set()
@@ -201,12 +201,12 @@ def test_the_columns_are_read_in_their_order(memory, torch):
 def test_a_column_that_does_not_exist_is_named(memory, torch):
     memory.alloc(512)
     reader = TorchLineReader(("no_such.all.peak",), lambda: torch)
-    with pytest.raises(CaptureError, match=r"no_such\.all\.peak is no counter"):
+    with pytest.raises(CaptureError, match=r"no_such\.all\.peak"):
         reader.read()
     reader.close()
 
 
-def test_a_torch_that_can_not_reset_is_said(memory, torch):
+def test_a_torch_that_cannot_reset_is_named(memory, torch):
     memory.alloc(512)
     del torch._C._cuda_resetPeakMemoryStats
     reader = TorchLineReader(BASE_COLUMNS, lambda: torch)

@@ -78,7 +78,7 @@ def test_an_exception_goes_through_and_closes_its_lines(job):
     assert {len(sample.frames) for sample in own.samples} == {1}, "plain was not called by raises"
 
 
-def test_a_generator_is_charged_for_its_own_stretches_only(job):
+def test_only_its_own_stretches_count_for_a_generator(job):
     generator = job.functions()["generator"]
     with LineProfiler(generator) as lines:
         items = generator()
@@ -154,7 +154,7 @@ def test_a_reader_that_fails_ends_the_profile_and_not_the_job(job, caplog):
     assert lines.recorder.failure == "driver gone"
     assert not lines.recorder.on
     assert [r.getMessage() for r in caplog.records] == [
-        "lines are profiled no more, the job goes on: driver gone"
+        "line profiling has stopped, the job goes on: driver gone"
     ]
 
 

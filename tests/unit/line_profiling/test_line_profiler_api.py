@@ -1,4 +1,4 @@
-"""What the line profiler shows, and how it is asked."""
+"""What the line profiler shows, and the calls that show it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import sys
 
 import pytest
 from support import pprof_proto
-from support.line_memory import Memory
 
 import gpumem_otel
 from gpumem_otel.api import line_profiler
@@ -18,7 +17,7 @@ from gpumem_otel.errors import ConfigError, MissingPackageError
 from gpumem_otel.line_profiling import profiler as capture_lines
 
 try:
-    import pandas as pd  # here, since it changes the import system for good
+    import pandas as pd  # here, since it changes the import system permanently
 except ImportError:
     pd = None
 
@@ -26,21 +25,11 @@ KIB = 1024
 
 
 @pytest.fixture
-def memory():
-    return Memory(devices=2)
-
-
-@pytest.fixture(autouse=True)
-def at_exit(memory, monkeypatch):
-    """A torch over the memory and a state of the test's own; what would run at the end."""
-    state, registered = line_profiler._State(), []
-    monkeypatch.setattr(line_profiler, "_STATE", state)
-    monkeypatch.setattr(capture_lines, "_PUBLISHED", [])
+def at_exit(torch, monkeypatch):
+    """The functions registered to run when the process ends."""
+    registered = []
     monkeypatch.setattr(line_profiler.atexit, "register", registered.append)
-    monkeypatch.setitem(sys.modules, "torch", memory.torch())
-    yield registered
-    for profiler in state.profilers.values():
-        profiler.disable()
+    return registered
 
 
 @pytest.fixture
@@ -123,15 +112,15 @@ def test_a_generator_is_one_call_when_it_ends(memory, capsys):
         yield 1
         yield 2
 
-    found = items()
-    next(found), next(found)
+    generator = items()
+    next(generator), next(generator)
     assert capsys.readouterr().out == ""
-    assert list(found) == []
+    assert list(generator) == []
     assert "1 call\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("interval", [0, -1, 1.5, "2", True])
-def test_an_interval_that_is_none_is_refused(interval):
+def test_an_interval_that_is_not_valid_is_refused(interval):
     with pytest.raises(ConfigError, match="give a whole number from 1 on"):
         gpumem_otel.profile_every(interval)
 
@@ -163,7 +152,7 @@ def test_one_device_of_a_profiler_or_of_a_display(work):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda", 1.0, True, "cuda:x"])
-def test_what_is_no_device_is_refused(device):
+def test_what_is_not_a_device_is_refused(device):
     with pytest.raises(ConfigError, match="give an index"):
         gpumem_otel.set_target_gpu(device)
 
@@ -194,8 +183,8 @@ def test_any_counter_of_torch_is_a_column(memory):
     with gpumem_otel.LineProfiler(work, columns=columns) as lines:
         work()
     (function,) = lines.display().functions
-    found = function.rows[1].devices[0].columns
-    assert {name: found[name] for name in columns} == dict(zip(columns, (1000, 1), strict=True))
+    values = function.rows[1].devices[0].columns
+    assert {name: values[name] for name in columns} == dict(zip(columns, (1000, 1), strict=True))
     text = str(lines.display(columns=columns))
     assert "requested_bytes.all.current" in text
     assert "1000 B" in text
@@ -212,12 +201,12 @@ def test_a_decorator_with_columns_prints_these(work, at_exit, capsys):
 
 
 @pytest.mark.parametrize("column", ["bytes.peak", 3, "a.b.c.d"])
-def test_what_can_be_no_counter_is_refused(column):
+def test_what_cannot_be_a_counter_is_refused(column):
     with pytest.raises(ConfigError, match="is no name of"):
         gpumem_otel.profile(columns=[column])(lambda: None)
 
 
-def test_text_json_pprof_pandas_and_metrics_say_the_same(work):
+def test_text_json_pprof_and_metrics_agree(work):
     function = gpumem_otel.profile(work)
     function(), function()
     report = gpumem_otel.line_profiler().display()
@@ -262,7 +251,7 @@ def test_pandas_has_a_row_for_each_line_and_device(work):
     assert row["reserved_bytes.all.peak"] == 2 << 20
 
 
-def test_without_pandas_it_is_said(work, monkeypatch):
+def test_without_pandas_the_error_names_it(work, monkeypatch):
     monkeypatch.setitem(sys.modules, "pandas", None)
     with gpumem_otel.LineProfiler(work) as lines:
         work()

@@ -68,7 +68,7 @@ def test_devices_that_are_not_to_be_shown_are_left_out_of_the_text_alone():
     assert set(lines_json([outer(row)])["functions"][0]["lines"][0]["devices"]) == {"0", "1"}
 
 
-def test_two_devices_of_a_line_are_two_rows_and_the_code_stands_once():
+def test_two_devices_of_a_line_are_two_rows_with_the_code_in_the_first():
     row = LineRow(8, 1, {0: use(512), 1: use(2048)})
     lines = [
         line for line in lines_text([outer(row)]).splitlines() if "KiB" in line or "512" in line
@@ -77,7 +77,7 @@ def test_two_devices_of_a_line_are_two_rows_and_the_code_stands_once():
     assert [line.endswith("a = 1") for line in lines] == [True, False]
 
 
-def test_nothing_ran_and_nothing_on_a_gpu_are_said():
+def test_the_text_states_that_nothing_ran_or_used_a_gpu():
     assert lines_text([outer()]) == NOTHING
     assert "no GPU memory was used" in lines_text([outer(LineRow(7, 1, {}))])
 

@@ -1,4 +1,4 @@
-"""The two ways in which Python tells of lines, and other tools that it tells as well."""
+"""The two ways in which Python reports lines, together with other tools that use them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_threads_are_traced_only_while_a_profiled_function_runs(job):
 
 
 class Debugger(bdb.Bdb):
-    """Writes down every line it is shown, as a debugger that steps does."""
+    """Records every line, as a debugger that steps does."""
 
     def __init__(self, names):
         super().__init__()
@@ -105,9 +105,9 @@ def test_a_debugger_that_steps_sees_every_line_and_so_do_we(job):
 
     alone = run(Debugger(names))
     with LineProfiler(functions["plain"], functions["calls_plain"]) as lines:
-        beside = run(Debugger(names))
+        together = run(Debugger(names))
     assert len(alone) == 8
-    assert beside == alone
+    assert together == alone
     decorated_calls, lasting = decorated(functions["calls_plain"])
     lasting.add_function(functions["plain"])
     functions["calls_plain"] = decorated_calls
@@ -147,12 +147,12 @@ def test_a_tracer_that_was_there_is_called_as_if_alone_and_is_back_afterwards(jo
     profiler = line_profiler()
     calls, _ = decorated(functions["calls_plain"])
     generator, _ = decorated(functions["generator"])
-    beside = run([], calls, generator)
+    together = run([], calls, generator)
     assert {event for _, event, _ in alone} >= {"call", "line", "return"}
     if not MONITORING:  # the wrappers have the names of what they wrap
-        wrapper_lines = {line for _, event, line in beside} - {line for _, event, line in alone}
-        beside = [event for event in beside if event[2] not in wrapper_lines]
-    assert beside == alone
+        wrapper_lines = {line for _, event, line in together} - {line for _, event, line in alone}
+        together = [event for event in together if event[2] not in wrapper_lines]
+    assert together == alone
     assert allocated(profiler, "calls_plain") == {1: 9 * KIB, 2: 10 * KIB}
 
 
@@ -176,7 +176,7 @@ def test_a_tracer_that_a_profiled_function_sets_stays(job):
     finally:
         sys.settrace(before)
     assert "call" in seen
-    assert lines.recorder._books.open_threads() == ()
+    assert lines.recorder._accounts.open_threads() == ()
     assert lines.display().functions[0].calls == 1
 
 
@@ -197,11 +197,11 @@ def test_a_tracer_that_raises_is_dealt_with_by_python_as_without_us(job):
             function(1)
     finally:
         sys.settrace(before)
-    assert lines.recorder._books.open_threads() == ()
+    assert lines.recorder._accounts.open_threads() == ()
 
 
-def test_a_finalizer_that_runs_within_a_reading_holds_up_nobody(job, memory, torch):
-    """As if the collector ran: profiled code inside the allocator's answer, in two threads."""
+def test_a_finalizer_that_runs_within_a_reading_blocks_no_thread(job, memory, torch):
+    """As if the collector ran: profiled code inside a read of the allocator, in two threads."""
     function, lines = decorated(job.functions()["plain"])
     inside, raw, together = threading.local(), memory.stats, threading.Barrier(2)
 
@@ -238,7 +238,7 @@ def test_a_finalizer_that_runs_within_a_reading_holds_up_nobody(job, memory, tor
 
 @TRACING
 def test_a_tracer_that_puts_itself_back_in_place_hides_nothing_and_is_put_back_last(job):
-    """As coverage's C tracer does with every call it is told of."""
+    """As the C tracer of coverage does with every call."""
     functions = job.functions()
     seen = []
 

@@ -19,7 +19,7 @@ from gpumem_otel.page.columns import Columns, packed
 from gpumem_otel.page.payload import PageForm
 from gpumem_otel.profiles import heap
 from gpumem_otel.profiles.of_file import load_snapshot
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.snapshot.snapshot import from_torch
 from gpumem_otel.snapshot.stacks import file_function_namer
 

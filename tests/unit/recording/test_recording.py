@@ -1,4 +1,4 @@
-"""What a recording holds is what was read."""
+"""A recording holds what was read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from support.recording_parts import (
 from gpumem_otel.base.profile import BlockState, DeviceStats
 from gpumem_otel.profiles.heap import allocated_profile, check, live_profile
 from gpumem_otel.profiles.of_file import load_snapshot, parse_snapshot
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.snapshot.reading import Reading
 from gpumem_otel.snapshot.snapshot import from_torch
 from gpumem_otel.snapshot.stacks import file_function_namer, identity_namer, with_basename_paths
@@ -85,7 +85,7 @@ def test_segments_and_blocks_come_back_with_final_names():
     assert got.blocks[0].frames[0].filename == "/x/a.py"
 
 
-def test_blocks_need_not_follow_one_another_nor_have_an_address():
+def test_blocks_may_have_gaps_or_no_addresses():
     raw = snapshot([segment([block(8, address=1 << 21), block(8, address=1 << 22)])])
     first = segment([block(8), block(8)])
     for item in first["blocks"]:
@@ -106,7 +106,7 @@ def test_names_are_written_once():
     ]
 
 
-def test_the_live_rule_names_memory_without_a_stack_and_the_books_still_count_it():
+def test_the_live_rule_names_memory_without_a_stack_and_the_totals_count_it():
     raw = snapshot([segment([block(8), block(16)])])
     address = raw["segments"][0]["blocks"][1]["address"]
     reading = reading_of(
@@ -188,7 +188,7 @@ def test_a_recording_is_a_snapshot_file(tmp_path):
 
 @given(raw_snapshots())
 @settings(max_examples=80)
-def test_any_snapshot_comes_back_with_equal_books_and_profiles(raw):
+def test_any_snapshot_comes_back_with_equal_totals_and_profiles(raw):
     taken = from_torch(raw)
     data = written(
         Reading(snapshot=taken, time_ns=1, before=(), after=()), namer=file_function_namer

@@ -1,4 +1,4 @@
-"""What is no recording, or is damaged, ends in one kind of error."""
+"""A file that is damaged or not a recording ends in one kind of error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from gpumem_otel.base.profile import Identity
 from gpumem_otel.errors import SnapshotError
 from gpumem_otel.profiles.heap import live_profile
 from gpumem_otel.recording import format as form
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.snapshot.stacks import identity_namer
 
 
@@ -65,43 +65,53 @@ def test_the_hand_made_recording_is_one():
     assert recording.identity == Identity(service_name="")
 
 
+def test_a_counter_that_is_null_is_unknown_or_zero():
+    null = {"device": 1, "ooms": None, "limit_bytes": None}
+    recording = load_recording(
+        recording_of({"reading": {"time_ns": 1, "segments": [], "before": [null]}})
+    )
+    (stats,) = recording.readings[0].before
+    assert (stats.device, stats.ooms, stats.limit_bytes) == (1, 0, None)
+
+
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("{", "is damaged"),
-        ("[1]", "the line is no object"),
+        ("[1]", "the line is not an object"),
         ("[" * 100_000, "is damaged"),
         ('{"strings": [' + "9" * 5000 + "]}", "is damaged"),
-        ({"strings": 1}, "strings is no list"),
-        ({"strings": [1]}, "a string is no text"),
-        ({"frames": [[0, 9, 1]]}, "a file name is no number from 0 to 1"),
-        ({"frames": [[0, 0, -1]]}, "a line is no number"),
-        ({"frames": [[0, 0, 2**63]]}, "a line is no number"),
+        ({"strings": 1}, "strings is not a list"),
+        ({"strings": [1]}, "a string is not text"),
+        ({"frames": [[0, 9, 1]]}, "a file name is not a whole number from 0 to 1"),
+        ({"frames": [[0, 0, -1]]}, "a line is not a"),
+        ({"frames": [[0, 0, 2**63]]}, "a line is not a"),
         ({"frames": [[0, 0]]}, "is damaged"),
-        ({"frames": [[True, 0, 1]]}, "a name is no number"),
-        ({"stacks": [[1]]}, "a frame is no number from 0 to 0"),
-        ({"stacks": [[0.0]]}, "a frame is no number"),
-        ({"stacks": [7]}, "frames of stacks is no list"),
-        ({"reading": 1}, "a reading is no object"),
-        ({"reading": {"segments": []}}, "time_ns is no number"),
-        ({"reading": {"time_ns": 1}}, "segments is no list"),
-        ({"reading": {"time_ns": 1, "segments": [1]}}, "a segment is no object"),
-        ({"reading": {"time_ns": 1, "segments": [], "before": [{}]}}, "device is no number"),
-        ({"reading": {"time_ns": 1, "segments": [], "before": 1}}, "counters is no list"),
-        ({"reading": {"time_ns": 1, "segments": [], "traced": [9999]}}, "device is no number"),
-        ({"reading": {"time_ns": 1, "segments": [], "stall_seconds": "1"}}, "is no number"),
-        ('{"reading": {"time_ns": 1, "segments": [], "stall_seconds": NaN}}', "is no number"),
+        ({"frames": [[True, 0, 1]]}, "a name is not a"),
+        ({"stacks": [[1]]}, "a frame is not a whole number from 0 to 0"),
+        ({"stacks": [[0.0]]}, "a frame is not a"),
+        ({"stacks": [7]}, "frames of stacks is not a list"),
+        ({"reading": 1}, "a reading is not an object"),
+        ({"reading": {"segments": []}}, "time_ns is not a"),
+        ({"reading": {"time_ns": 1}}, "segments is not a list"),
+        ({"reading": {"time_ns": 1, "segments": [1]}}, "a segment is not an object"),
+        ({"reading": {"time_ns": 1, "segments": [], "before": [{}]}}, "device is not a"),
+        ({"reading": {"time_ns": 1, "segments": [], "before": 1}}, "counters is not a list"),
+        ({"reading": {"time_ns": 1, "segments": [], "traced": [9999]}}, "device is not a"),
+        ({"reading": {"time_ns": 1, "segments": [], "stall_seconds": "1"}}, "stall_seconds is"),
+        ('{"reading": {"time_ns": 1, "segments": [], "stall_seconds": NaN}}', "stall_seconds is"),
         ({"reading": {"time_ns": 1, "segments": [], "steps": {"steps": -1}}}, "steps is no"),
         (
             {"reading": {"time_ns": 1, "segments": [], "steps": {"floor_bytes": {"x": 1}}}},
-            "a device is no number",
+            "a device is not a",
         ),
-        (reading_line(d=-1), "device is no number"),
-        (reading_line(d=4096), "device is no number"),
-        (reading_line(a=-1), "an address is no number"),
-        (reading_line(n=-1), "a size is no number"),
-        (reading_line(n=2**63), "a size is no number"),
-        (reading_line(t=5), "a kind is no text"),
+        (reading_line(d=-1), "device is not a"),
+        (reading_line(d=4096), "device is not a"),
+        (reading_line(a=-1), "address is not a"),
+        (reading_line(a=None), "address is not a"),
+        (reading_line(n=-1), "total_size is not a"),
+        (reading_line(n=2**63), "total_size is not a"),
+        (reading_line(t=5), "segment_type is not text"),
         (reading_line(p=[1]), "is damaged"),
         (reading_line(k=2), "a stack that was never written"),
         (reading_line(b=[[8], None, "1", [2]]), "a stack that was never written"),
@@ -115,12 +125,12 @@ def test_the_hand_made_recording_is_one():
         (reading_line(b=[[8], None, "1", []]), "columns of blocks do not fit"),
         (reading_line(b=[[8], [], "1", [1]]), "columns of blocks do not fit"),
         (reading_line(b=[[8], None, "1"]), "is damaged"),
-        (reading_line(b={}), "columns is no list"),
+        (reading_line(b={}), "columns is not a list"),
         (reading_line(A=[]), "columns of blocks do not fit"),
-        (reading_line(A=["x"]), "an address is no number"),
+        (reading_line(A=["x"]), "an address is not a"),
         ({"window": {"time_ns": 1, "groups": {"0": [[1], [1], []]}}}, "columns of events"),
         ({"window": {"time_ns": 1, "groups": {"0": [[1], [-1], [1]]}}}, "a group is negative"),
-        ({"window": {"time_ns": 1, "groups": {"-1": [[], [], []]}}}, "a device is no number"),
+        ({"window": {"time_ns": 1, "groups": {"-1": [[], [], []]}}}, "a device is not a"),
         (
             {"window": {"time_ns": 1, "groups": {"0": [[1], [10**7], [1]]}}},
             "more than 1000000 events in a window",
@@ -142,12 +152,12 @@ def test_wrong_content_is_refused_with_the_line_and_the_reason(line, reason):
         (b"\x1f\x8b", "no recording: it has no header"),
         (b"\x1f\x8bgarbage that is no gzip", "damaged gzip"),
         (b"{}\n", "no recording: it has no header"),
-        (b'{"format": "gpumem-recording"}\n', "version is no number"),
+        (b'{"format": "gpumem-recording"}\n', "version is not a"),
         (b'{"format": "gpumem-recording", "version": 2}\n', "newer version"),
-        (b'{"format": "gpumem-recording", "version": 1, "facts": {"a": 1}}\n', "facts is no text"),
+        (b'{"format": "gpumem-recording", "version": 1, "facts": {"a": 1}}\n', "facts is not text"),
         (
             b'{"format": "gpumem-recording", "version": 1, "identity": {"rank": "0"}}\n',
-            "rank is no number",
+            "rank is not a",
         ),
         (
             b'{"format": "gpumem-recording", "version": 1, "identity": {"tags": [["a"]]}}\n',
@@ -156,7 +166,7 @@ def test_wrong_content_is_refused_with_the_line_and_the_reason(line, reason):
         (b"\xff\xfe\n", "line 1 is damaged"),
     ],
 )
-def test_what_is_no_recording(data, reason):
+def test_what_is_not_a_recording(data, reason):
     with pytest.raises(SnapshotError, match=reason):
         load_recording(data, name="r")
 

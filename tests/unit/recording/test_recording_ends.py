@@ -1,4 +1,4 @@
-"""How a recording ends: at a limit, on a full disk, with its writer; what it has is whole."""
+"""The end of a recording: at a limit, on a full disk, with its writer; readings stay whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.recording_parts import (
 
 from gpumem_otel.errors import SnapshotError
 from gpumem_otel.recording import format as form
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 
 
 def test_a_window_with_too_many_events_is_left_out(monkeypatch):
@@ -148,7 +148,7 @@ def test_a_pause_may_end_it_at_any_moment():
             assert readings[-1] == 1 + added
         else:
             break
-    # before it writes a line it may go on, from then on it may not
+    # it may continue until it begins to write a line
     assert sorted(set(readings), reverse=True) == [2, 1]
     assert readings == sorted(readings, reverse=True)
     assert calls > 300

@@ -1,4 +1,4 @@
-"""A recording that grows in a file: its name, its pauses and counts, its limit, its end."""
+"""The file of a recording: its name, its pauses and counters, its limit, its end."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from gpumem_otel.base.counters import Counters
 from gpumem_otel.base.profile import Identity, StepStats
 from gpumem_otel.recording import format as form
 from gpumem_otel.recording.file import FileOfRank, RecordingFile, files_of, rank_path
-from gpumem_otel.recording.writer import load_recording
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.snapshot.reading import Reading
 from gpumem_otel.snapshot.snapshot import from_torch
 from gpumem_otel.snapshot.stacks import identity_namer
 
 PID = os.getpid()
 WAIT = 60
-"""Bound of every wait: reached only where a test fails."""
+"""Bound of every wait, reached only where a test fails."""
 
 
 class Pacer:
-    """Writes down what it is asked for; each piece of work took a quarter of a second."""
+    """Records its calls; each piece of work took a quarter of a second."""
 
     def __init__(self):
         self.calls = []
@@ -97,23 +97,23 @@ def test_files_of_a_recording_are_known_by_their_names(tmp_path):
     others = ["run-rank2.txt", "run-ranks.gpumem", "running.gpumem", "run-rank2b.gpumem", "run"]
     for name in (*known, *others):
         (tmp_path / name).touch()
-    found = files_of(str(tmp_path / "run.gpumem"))
-    assert found == sorted(FileOfRank(*numbers, tmp_path / n) for n, numbers in known.items())
-    assert [file.rank for file in found] == [-1, -1, -1, 2, 2, 10]
+    files = files_of(str(tmp_path / "run.gpumem"))
+    assert files == sorted(FileOfRank(*numbers, tmp_path / n) for n, numbers in known.items())
+    assert [file.rank for file in files] == [-1, -1, -1, 2, 2, 10]
 
 
 def test_no_file_is_written_over(begin, tmp_path, caplog):
-    """GIVEN a name that is taken WHEN a process records THEN its pid is in its name, said once."""
-    (tmp_path / "run.gpumem").write_bytes(b"of somebody else")
+    """GIVEN a name that is taken WHEN a process records THEN its name has the pid, logged once."""
+    (tmp_path / "run.gpumem").write_bytes(b"of another process")
     first, second = begin(), begin()
     for file in (first, second):
         file.add(reading(), StepStats())
     assert first.path == tmp_path / f"run-pid{PID}.gpumem"
     assert second.path == tmp_path / f"run-pid{PID}-2.gpumem"
     assert (count(first.path), count(second.path)) == (1, 1)
-    assert (tmp_path / "run.gpumem").read_bytes() == b"of somebody else"
+    assert (tmp_path / "run.gpumem").read_bytes() == b"of another process"
     assert caplog.messages == [
-        f"{tmp_path}/run.gpumem is there already: this process records to {file.path}"
+        f"{tmp_path}/run.gpumem exists already: this process records to {file.path}"
         for file in (first, second)
     ]
 
@@ -146,7 +146,7 @@ def test_work_is_paced_and_counted(begin):
     file.add(reading(blocks=100), StepStats())
     assert pacer.calls[0] == "begin"
     assert pacer.calls[-1] == "end"
-    # at least at each of the stacks, and every 32 blocks
+    # at least once per stack, and every 32 blocks
     assert pacer.calls.count("pause") > 103
     assert set(pacer.calls[1:-1]) == {"pause"}
     pacer.calls.clear()
@@ -216,7 +216,7 @@ def test_a_close_ends_the_file(begin):
 
 
 class Held(Pacer):
-    """Stays in its first pause until it is let go."""
+    """Stays in its first pause until it is released."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""ReplaySource: a recording played as if it were now."""
+"""ReplaySource: a recording played as if the job ran now."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from gpumem_otel.base.profile import Identity, SourceStatus, StepStats
 from gpumem_otel.capture.profile_reader import LiveProfileReader
 from gpumem_otel.errors import BusyError, CaptureError
 from gpumem_otel.profiles.of_file import load_snapshot
+from gpumem_otel.recording.reader import load_recording
 from gpumem_otel.recording.source import ReplaySource
-from gpumem_otel.recording.writer import RecordingWriter, load_recording
+from gpumem_otel.recording.writer import RecordingWriter
 from gpumem_otel.settings.config import ProfileConfig
 from gpumem_otel.snapshot.reading import Reading
 from gpumem_otel.snapshot.stacks import file_function_namer, identity_namer
@@ -81,7 +82,7 @@ def test_each_reading_holds_until_the_next_one(source, clock):
         seen.append(allocated)
         clock.advance(0.5)
     first, second, third = ALLOCATED[PYTHON], ALLOCATED[COMPILED], ALLOCATED[OOM]
-    # the third reading lasts as long as the others did, then it begins again
+    # the third reading lasts as long as the others, then it begins again
     assert seen == [first, first, second, second, third, third, first]
 
 
@@ -98,7 +99,7 @@ def test_counters_never_go_back_over_the_end(source, clock):
 
 
 def test_live_count_is_that_of_the_reading_in_every_turn(source, clock):
-    """The jump from the last state to the first is told as the frees that it takes."""
+    """The jump from the last state to the first counts as the frees that it takes."""
     first_turn = []
     for _ in range(3):
         stats = source.stats()[0]
@@ -180,7 +181,7 @@ def test_window_waits_and_gives_the_last_one_recorded(clock):
     clock.advance(1.0)
     reading = source.window(0.0, threading.Event())
     assert [s.allocations for s in (*reading.before, *reading.after)] == [2000, 2050]
-    # the next turn, before its first window has ended: still the last one of the turn before
+    # the next turn, before its first window has ended: the last one of the previous turn
     clock.advance(1.5)
     reading = source.window(0.0, threading.Event())
     assert [s.allocations for s in (*reading.before, *reading.after)] == [2000, 2050]
@@ -220,7 +221,7 @@ def test_one_window_at_a_time(clock):
 
 
 def test_reader_closes_the_books_on_every_reading(source, clock):
-    """The very code that reads a live process, over two turns: nothing raced, nothing breached."""
+    """The code that reads a live process, over two turns: no race and no breach."""
     counters = Counters()
     reader = LiveProfileReader(
         source, namer=identity_namer, clock=clock, counters=counters, config=ProfileConfig()

@@ -14,7 +14,8 @@ from gpumem_otel.base.profile import Frame, HeapProfile, Identity, ProfileKind, 
 from gpumem_otel.profiles.heap import apply_budget, live_profile
 from gpumem_otel.profiles.pprof import encode
 from gpumem_otel.profiles.pprof_reader import decode
-from gpumem_otel.recording.writer import RecordingWriter, load_recording
+from gpumem_otel.recording.reader import load_recording
+from gpumem_otel.recording.writer import RecordingWriter
 from gpumem_otel.snapshot.reading import Reading
 from gpumem_otel.snapshot.snapshot import from_torch
 from gpumem_otel.snapshot.stacks import (
