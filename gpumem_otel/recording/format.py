@@ -221,12 +221,12 @@ def decode(table: tuple[StoredField, ...], value: object, title: str) -> dict[st
     return values
 
 
-def encode(table: tuple[StoredField, ...], values: object) -> dict[str, Any]:
-    """The object that `decode` reads; what has its default is left out."""
+def encode(table: tuple[StoredField, ...], values: object, *, whole: bool = True) -> dict[str, Any]:
+    """The object that `decode` reads; unless it is to be whole, without what has its default."""
     return {
         key: value
         for key, _, default, name in table
-        if (value := getattr(values, name or key)) != default
+        if (value := getattr(values, name or key)) != default or whole
     }
 
 

@@ -346,7 +346,7 @@ class _SnapshotStacks:
 def _opening(kind: str, reading: Reading) -> str:
     """The beginning of a reading's or window's line, up to its counters."""
     before, after = (
-        [form.encode(form.DEVICE_STATS, stats) for stats in moment]
+        [form.encode(form.DEVICE_STATS, stats, whole=False) for stats in moment]
         for moment in (reading.before, reading.after)
     )
     values = {

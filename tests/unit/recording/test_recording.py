@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import random
+from dataclasses import fields
 
 from hypothesis import given, settings
 from support.raw_snapshots import alloc, block, frame, raw_snapshots, segment, snapshot
@@ -19,7 +20,7 @@ from support.recording_parts import (
     written,
 )
 
-from gpumem_otel.base.profile import BlockState, DeviceStats
+from gpumem_otel.base.profile import BlockState, DeviceStats, Identity, StepStats
 from gpumem_otel.profiles.heap import allocated_profile, check, live_profile
 from gpumem_otel.profiles.of_file import load_snapshot, parse_snapshot
 from gpumem_otel.recording.reader import load_recording
@@ -49,6 +50,14 @@ def test_header_identity_and_counters_come_back():
     assert (again.before, again.time_ns, again.stall_seconds) == ((STATS,), 5, 0.25)
     assert again.stackless is None
     assert not again.raced(1)
+
+
+def test_programs_find_every_field_of_an_identity_and_of_steps():
+    """Also those with their defaults: other programs read the lines too."""
+    data = written(reading_of({"segments": []}), steps=StepStats())
+    header, reading = lines_of(data)[0], lines_of(data)[-1]["reading"]
+    assert set(header["identity"]) == {field.name for field in fields(Identity)}
+    assert reading["steps"] == {"steps": 0, "last_step_time_ns": 0, "floor_bytes": {}}
 
 
 def test_a_raced_reading_stays_one():
