@@ -84,6 +84,8 @@ class LimitedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """What came is no HTTP."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # a bad chunk: this is the answer, no other can follow
         super().send_400_response(msg)
         self._say("it is no HTTP, or its head is too long")
 
