@@ -18,7 +18,7 @@ BACKLOG: Final = 64
 
 
 class Binding(Protocol):
-    """Makes one listening socket, as often as it is asked: a port that is taken is tried again."""
+    """Makes one listening socket, as often as it is asked: a bind that fails is tried again."""
 
     def create(self) -> socket.socket:
         """A socket that is not bound yet.
@@ -70,9 +70,9 @@ class TcpBinding:
 
 
 class UnixBinding:
-    """A socket of mode 0600 in the run directory, whose name says whose it is.
+    """A socket of mode 0600 in the run directory, named after its process.
 
-    It appears under that name only once it listens, so that whoever finds it dead may remove it.
+    It gets that name only once it listens, so that one on which nothing listens may be removed.
     """
 
     def __init__(self, run_dir: str, local_rank: int) -> None:
@@ -88,10 +88,10 @@ class UnixBinding:
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
 
     def bind(self, listening: socket.socket) -> tuple[str, int]:
-        """Bind and listen; sockets of dead processes are dropped.
+        """Bind and listen; sockets of dead processes are removed.
 
         Raises:
-            OSError: the directory is not safe to use, or can not be written.
+            OSError: the directory is not safe to use, or cannot be written.
         """
         try:
             self._run_file = discovery.bind_socket(self._run_dir, self._name, listening, BACKLOG)
@@ -100,20 +100,20 @@ class UnixBinding:
         return os.path.join(self._run_dir, self._name), 0  # noqa: PTH118  a string for people
 
     def remove(self) -> None:
-        """Remove the file once nobody listens any more; does nothing a second time."""
+        """Remove the file once nothing listens any more; does nothing a second time."""
         run_file, self._run_file = self._run_file, None
         if run_file is not None:
             run_file.remove()
 
 
 def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
-    """Family and address to bind; the resolver is asked only for names."""
+    """Family and address to bind; only names go to the resolver."""
     try:
         version = ipaddress.ip_address(host).version
     except ValueError:
         # Bytes, since str would import the idna codec on our thread.
         name = host.encode("ascii", "replace")
-        answers = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        answers.sort(key=lambda answer: answer[0] != socket.AF_INET)
-        return answers[0][0], answers[0][4]
+        addresses = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = min(addresses, key=lambda entry: entry[0] != socket.AF_INET)
+        return family, address
     return (socket.AF_INET if version == 4 else socket.AF_INET6), (host, port)  # noqa: PLR2004

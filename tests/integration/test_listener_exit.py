@@ -132,7 +132,7 @@ listener.stop()
 print(threading.active_count())
 """)
     out, err = finish(process)
-    assert out.startswith("the listener can not be started: No module named 'uvicorn")
+    assert out.startswith("the listener cannot be started: No module named 'uvicorn")
     assert out.endswith("\n1\n")
     assert err == ""
 

@@ -16,7 +16,7 @@ import pytest
 from gpumem_otel import _version
 from gpumem_otel.base.profile import Identity
 from gpumem_otel.errors import ServeError
-from gpumem_otel.serve.discovery import RunEntry, entry_for, file_sd, register, targets
+from gpumem_otel.serve.discovery import RunEntry, as_file_sd, entry_for, register, targets
 
 IDENTITY = Identity(
     service_name="trainer",
@@ -27,6 +27,10 @@ IDENTITY = Identity(
     world_size=8,
     node="node7",
 )
+
+
+def file_sd(run_dir: str) -> str:
+    return as_file_sd(targets(run_dir))
 
 
 ACTS = [lambda run_dir: register(run_dir, mine()), targets, file_sd]
