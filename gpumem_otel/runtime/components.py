@@ -107,6 +107,7 @@ class ExportComponents:
 
     def start_pusher(self) -> None:
         """Read at the cadence of the configuration, in the background, and push where to."""
+        from gpumem_otel.push.interfaces import PushDependencies
         from gpumem_otel.push.pusher import Pusher
 
         armed = self._armed()
@@ -115,9 +116,9 @@ class ExportComponents:
         if self._config.pyroscope.url:
             # without a sink read-outs still go on: for metrics, recordings and callbacks
             self._undoing.guard.run("push", lambda: sinks.append(self._make_sink(answers)))
-        pusher = Pusher(
-            _ForPushes(reader, answers.beside),
-            sinks[0] if sinks else None,
+        dependencies = PushDependencies(
+            reader=_ForPushes(reader, answers.beside),
+            sink=sinks[0] if sinks else None,
             config=self._config.profiles,
             identity=answers.identity,
             status=source.status,
@@ -128,6 +129,7 @@ class ExportComponents:
             push_timeout_seconds=self._config.pyroscope.timeout_seconds,
             final_read=bool(sinks or self._on_profiles or self._config.record_path),
         )
+        pusher = Pusher(dependencies)
         answers.interval_seconds = lambda: pusher.interval_seconds
         tensors = armed.tensors
         if tensors is not None:
@@ -161,7 +163,7 @@ class _ForPushes:
     def __init__(self, reader: LiveProfileReader, beside: DerivedProfiles) -> None:
         self.live = reader.live_now
         self.windowed = reader.windows.pushed
-        self.beside = beside.make
+        self.derived = beside.make
 
 
 # The parts that listen: for scrapes and pulls, and for commands to yield and restore.

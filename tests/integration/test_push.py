@@ -26,6 +26,7 @@ from gpumem_otel.base.counters import Counters
 from gpumem_otel.base.profile import Frame, HeapProfile, Identity, ProfileKind, Sample, SourceStatus
 from gpumem_otel.errors import CaptureError, PushError
 from gpumem_otel.profiles.pprof import encode
+from gpumem_otel.push.interfaces import PushDependencies
 from gpumem_otel.push.pusher import THREAD_NAME, Pusher
 from gpumem_otel.push.pyroscope import PyroscopeSink
 from gpumem_otel.push.transport import Transport
@@ -49,7 +50,7 @@ class Job:
             raise self.error
         return tuple(heap(1000 * (device + 1), device) for device in (0, 1))
 
-    def beside(self, kind: ProfileKind, live: tuple[HeapProfile, ...]) -> tuple[HeapProfile, ...]:
+    def derived(self, kind: ProfileKind, live: tuple[HeapProfile, ...]) -> tuple[HeapProfile, ...]:
         raise AssertionError((kind, live))
 
     def windowed(self, kinds, limit_seconds: float, stop: threading.Event):
@@ -77,9 +78,9 @@ class Client:
         self.transport = Transport(self.config, environ=environ or {})
         self.sink = PyroscopeSink(self.transport, self.config, lambda: self.identity, self.counters)
         self.job = Job()
-        self.pusher = Pusher(
-            self.job,
-            self.sink,
+        dependencies = PushDependencies(
+            reader=self.job,
+            sink=self.sink,
             config=profiles or ProfileConfig(interval_seconds=3600),
             identity=lambda: self.identity,
             status=lambda: ARMED,
@@ -87,6 +88,7 @@ class Client:
             counters=self.counters,
             push_timeout_seconds=self.config.timeout_seconds,
         )
+        self.pusher = Pusher(dependencies)
 
     def __enter__(self):
         return self

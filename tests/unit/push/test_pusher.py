@@ -7,7 +7,7 @@ import os
 import threading
 
 import pytest
-from support.push_parts import FakeClock, FakeReader, FakeSink, parts
+from support.push_parts import FakeClock, FakeReader, FakeSink, dependencies
 
 from gpumem_otel.base.clock import SystemClock
 from gpumem_otel.base.counters import Counters
@@ -65,8 +65,7 @@ def bench():
 
 
 def made(clock, reader, sink, **more) -> Pusher:
-    arguments = parts(clock, reader, sink, **more)
-    return Pusher(arguments.pop("reader"), arguments.pop("sink"), **arguments)
+    return Pusher(dependencies(clock, reader, sink, **more))
 
 
 def threads() -> list[str]:
@@ -197,7 +196,7 @@ def test_a_defect_of_ours_does_not_end_it(bench, monkeypatch, caplog):
     monkeypatch.undo()
     clock.turn(3)
     assert sink.stored
-    assert pusher._parts.counters.get("exporter_errors", stage="push") == 2
+    assert pusher._counters.get("exporter_errors", stage="push") == 2
     assert [r.getMessage() for r in caplog.records] == ["profiles: ZeroDivisionError: "]
 
 
@@ -210,8 +209,7 @@ def test_a_forked_child_is_silent_and_may_start_anew(bench):
                 pusher.abandon_after_fork()
                 fine = not pusher.running and pusher.stop() and threads() == []
                 fine = fine and not pusher.flush(1.0)
-                child = Pusher.__new__(Pusher)
-                child._parts = pusher._parts
+                child = Pusher(pusher._dependencies)
                 child.abandon_after_fork()
                 child.start()
                 fine = fine and child.running and child.stop()

@@ -9,12 +9,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from support.push_parts import ARMED, NOON, FakeClock, FakeReader, FakeSink, S, parts
+from support.push_parts import ARMED, NOON, FakeClock, FakeReader, FakeSink, S, dependencies
 
 from gpumem_otel.base.counters import Counters
 from gpumem_otel.base.profile import Identity, ProfileKind, SourceStatus
 from gpumem_otel.errors import BusyError, CaptureError, PushError
-from gpumem_otel.push.rounds import PushDependencies, Rounds
+from gpumem_otel.push.rounds import Rounds
 from gpumem_otel.push.schedule import phase
 from gpumem_otel.settings.config import ProfileConfig
 
@@ -30,9 +30,9 @@ class Bench:
         self.reader = FakeReader(self.clock, devices)
         self.sink = FakeSink(self.clock, seconds=seconds)
         self.counters = Counters()
-        made = parts(self.clock, self.reader, self.sink, counters=self.counters, **more)
+        made = dependencies(self.clock, self.reader, self.sink, counters=self.counters, **more)
         self.stop = threading.Event()
-        self.rounds = Rounds(PushDependencies(**made), self.stop)
+        self.rounds = Rounds(made, self.stop)
 
     def run(self, until: float) -> None:
         """Turn after turn, as the thread does, until so many seconds after noon."""
@@ -466,7 +466,7 @@ def test_profiles_are_shown_also_where_nothing_is_pushed():
     shown = []
     bench = Bench(on_profiles=(lambda kind, profiles: shown.append((kind, profiles)),))
     without = Bench(on_profiles=(lambda kind, profiles: shown.append((kind, profiles)),))
-    without.rounds = Rounds(replace(without.rounds._parts, sink=None), without.stop)
+    without.rounds = Rounds(replace(without.rounds._deps, sink=None), without.stop)
     for each in (bench, without):
         each.run(until=59)
     assert [(kind, made[0].total_bytes) for kind, made in shown] == [(ProfileKind.LIVE, 1)] * 2
@@ -527,7 +527,7 @@ def test_the_end_sends_once_more_and_counts_what_is_lost():
 def test_the_last_reading_is_taken_for_somebody(sink, shown, final_read, reads):
     bench = Bench(final_read=final_read, on_profiles=(lambda *_: None,) if shown else ())
     if not sink:
-        bench.rounds = Rounds(replace(bench.rounds._parts, sink=None), bench.stop)
+        bench.rounds = Rounds(replace(bench.rounds._deps, sink=None), bench.stop)
     bench.rounds.finish(5.0)
     assert len(bench.reader.readings) == reads
     assert bench.dropped == {}
@@ -585,7 +585,7 @@ def test_given_up_while_encoding():
 
 def test_without_a_server_nothing_is_lost_at_the_end():
     bench = Bench()
-    rounds = Rounds(replace(bench.rounds._parts, sink=None), bench.stop)
+    rounds = Rounds(replace(bench.rounds._deps, sink=None), bench.stop)
     live = bench.reader.live
     bench.reader.live = lambda: (rounds.abandon(), live())[1]
     rounds.finish(5.0)
