@@ -246,7 +246,7 @@ def test_a_web_page_is_no_success():
 
 def test_redirects_are_named_and_not_followed():
     error = error_of(302, location="https://user:secret@login.example/x?token=secret")
-    assert str(error) == "302: redirected to login.example; name that server in the URL"
+    assert str(error) == "302: redirected to login.example; set the URL to that server"
     assert not error.retryable
 
 
