@@ -263,7 +263,7 @@ def test_a_missing_exporter_package_is_said_once_and_counted():
     )
     assert result(done) == 1
     assert done.stderr == (
-        "gpumem_otel.otel: metrics over OTLP (http/protobuf) need a package that is missing here: "
+        "gpumem_otel.otel: metrics over OTLP (http/protobuf) need a package that is not installed: "
         "pip install opentelemetry-exporter-otlp-proto-http\n"
     )
 

@@ -181,7 +181,7 @@ def test_a_missing_package_is_named():
         made, advice = exporter({"OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "grpc"})
     assert made is None
     assert advice == (
-        "metrics over OTLP (grpc) need a package that is missing here: "
+        "metrics over OTLP (grpc) need a package that is not installed: "
         "pip install opentelemetry-exporter-otlp-proto-grpc"
     )
 

@@ -1,4 +1,4 @@
-"""The METRICS table: names, levels, identity, books that close."""
+"""The METRICS table: names, levels, identity, totals that add up."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def test_a_counter_of_the_home_device_does_not_end_when_another_device_is_used()
     assert by(both, "gpumem_ooms_total", "device") == {"0": 1, "1": 1}
 
 
-def test_books_that_did_not_close_are_counted():
+def test_accounting_mismatches_are_counted():
     assert only(obs.full(), "gpumem_exporter_readouts_raced_total") == 2
     assert only(obs.full(), "gpumem_exporter_readouts_breached_total") == 1
 
@@ -199,7 +199,7 @@ def test_without_a_device_there_is_no_row():
         (),
         status=SourceStatus(armed=False, supported=False, reason="no_cuda"),
         devices=(),
-        books={},
+        totals={},
     )
     assert series(nothing) == {}
 
@@ -258,7 +258,7 @@ def test_cached_is_told_apart():
 
 
 def test_cached_without_a_read_out_uses_the_allocators_own_counter():
-    assert by(obs.full(books={}), "gpumem_cached_bytes", "cause") == {
+    assert by(obs.full(totals={}), "gpumem_cached_bytes", "cause") == {
         "waiting_for_stream": 300_000_000,
         "split_remainders": 300_000_000,
         "private_pools": 0,
@@ -281,15 +281,15 @@ SIZES = st.integers(min_value=0, max_value=1 << 40)
 def test_cached_always_sums_to_reserved_less_allocated(  # noqa: PLR0917 - drawn by hypothesis
     allocated, pending, free, splits, pools, remainders, read_out
 ):
-    """However old the read-out is: no cause is negative, and together they close the books."""
+    """However old the read-out is: no cause is negative, and they add up."""
     now = obs.stats(
         allocated_bytes=allocated,
         active_bytes=allocated + pending,
         reserved_bytes=allocated + pending + free,
         inactive_split_bytes=splits,
     )
-    old = obs.books(split_remainder_bytes=remainders, private_pool_free_bytes=pools)
-    observation = obs.full(devices=(now,), books={0: old} if read_out else {})
+    old = obs.totals(split_remainder_bytes=remainders, private_pool_free_bytes=pools)
+    observation = obs.full(devices=(now,), totals={0: old} if read_out else {})
     found = by(observation, "gpumem_cached_bytes", "cause")
     assert sum(found.values()) == now.reserved_bytes - now.allocated_bytes
     assert min(found.values()) >= 0
@@ -324,8 +324,8 @@ def test_pools_show_three_and_the_rest():
         "private_0_2": 1_000_000_000,
         "other": 500_000_000,
     }
-    assert sum(found.values()) == obs.books().reserved_bytes
-    plain = obs.full(books={0: obs.books(pool_reserved_bytes={(0, 0): 7})})
+    assert sum(found.values()) == obs.totals().reserved_bytes
+    plain = obs.full(totals={0: obs.totals(pool_reserved_bytes={(0, 0): 7})})
     assert by(plain, "gpumem_pool_reserved_bytes", "pool") == {"default": 7}
 
 
@@ -379,7 +379,7 @@ def test_help_says_something_and_fits_a_line():
 
 def test_classes_add_up_at_every_level():
     observation = obs.full()
-    allocated = observation.books[0].allocated_bytes
+    allocated = observation.totals[0].allocated_bytes
     full = by(observation, "gpumem_class_bytes", "tensor_class")
     standard = by(observation, "gpumem_class_bytes", "tensor_class", Level.STANDARD)
     assert full == observation.classes[0]
