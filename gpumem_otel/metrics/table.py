@@ -69,7 +69,7 @@ class Metric:
     Attributes:
         name: OpenTelemetry name, without unit and `total`.
         prometheus: name in Prometheus, with both.
-        unit: UCUM, as OpenTelemetry wants it; `{things}` and "" leave no mark in Prometheus.
+        unit: UCUM, as in OpenTelemetry; `{things}` and "" do not appear in Prometheus.
         level: the lowest level that exports it.
         attributes: names besides `rank` and `device`, in OpenTelemetry's form.
         detail: the lowest level that shows `attributes`; below it they are summed.
@@ -258,15 +258,15 @@ def values_of(metric: Metric, observation: Observation, level: Level) -> Iterato
     if level.holds(metric.detail):
         yield from metric.values(observation)
         return
-    sums: dict[tuple[str, str, str], float] = {}
+    totals: dict[tuple[str, str, str], float] = {}
     for attributes, value in metric.values(observation):
         shown_value = ""
         if metric.kept:
             shown_value = attributes[metric.attributes[0]]
             shown_value = shown_value if shown_value in metric.kept else v.OTHER
         key = attributes["rank"], attributes["device"], shown_value
-        sums[key] = sums.get(key, 0) + value
-    for (rank, device, shown_value), value in sums.items():
+        totals[key] = totals.get(key, 0) + value
+    for (rank, device, shown_value), value in totals.items():
         own = {metric.attributes[0]: shown_value} if shown_value else {}
         yield {"rank": rank, "device": device, **own}, value
 

@@ -78,7 +78,7 @@ class ProfileSink(Protocol):
         """Send one uncompressed pprof; returns once it is stored.
 
         Raises:
-            PushError: it was not stored, or may not have been; says whether a retry may help.
+            PushError: it was not stored, or may not have been; `retryable` where a retry may help.
         """
         ...
 

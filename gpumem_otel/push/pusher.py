@@ -21,7 +21,7 @@ _log = named_logger("gpumem_otel.push")
 class Pusher:
     """Reads profiles at the cadence of the configuration and pushes them, in a daemon thread.
 
-    Nothing here raises, and no call waits longer than its argument says.
+    Nothing here raises, and no call waits longer than its timeout.
     """
 
     def __init__(self, dependencies: PushDependencies) -> None:

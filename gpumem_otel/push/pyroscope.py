@@ -89,7 +89,7 @@ def series_labels(
     """Labels of the series that a profile of one device goes to.
 
     Args:
-        identity: who pushes; its tags come last and never replace a label of ours.
+        identity: of this process; its tags come last and never replace a label of ours.
         device: index of the device in this process.
         name: `__name__`.
         extra: labels between ours and the tags.

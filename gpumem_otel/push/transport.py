@@ -382,7 +382,7 @@ class Transport:
         return Answer(response.status, data, named)
 
     def _manager(self, url: str, where: str) -> urllib3.PoolManager:
-        """The pools behind one proxy, or none; made anew when a certificate was rotated."""
+        """The pools behind one proxy, or none; made again when a certificate was rotated."""
         config = self._config
         proxy = proxy_for(url, config.proxy.reveal(), self._environ)
         key = proxy, url.lower().startswith("https:")
@@ -417,7 +417,7 @@ def _new_manager(config: PyroscopeConfig, proxy: str, secure: bool) -> urllib3.P
         parsed = urllib3.util.parse_url(proxy)
         credentials = unquote(parsed.auth) if parsed.auth else None
         if parsed.scheme == "https":
-            # The proxy is somebody else's: the system's authorities count too, and it sees no
+            # The proxy belongs to others: the system's authorities count too, and it gets no
             # certificate of ours.
             options["proxy_ssl_context"] = to_proxy = _context("")
             if config.ca_file:

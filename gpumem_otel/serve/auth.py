@@ -66,8 +66,8 @@ class WatchedFile(Generic[_T]):
     Args:
         path: of the file.
         what: its name in messages: `token file`.
-        stays: what the warning about a vanished or broken file says of the value.
-        parse: makes the value; a ValueError says in one clause what is wrong.
+        stays: end of the warning about a vanished or broken file.
+        parse: makes the value; a ValueError gives the fault in one clause.
         most_bytes: a larger file cannot be used.
 
     Raises:

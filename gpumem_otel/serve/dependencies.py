@@ -18,7 +18,7 @@ ProfileCall: TypeAlias = "Callable[[ProfileKind, int | None, float | None, threa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether the exporter itself works, which says nothing about the job.
+    """Whether the exporter itself works; not the state of the job.
 
     Attributes:
         ok: nothing is wrong.

@@ -4,8 +4,8 @@ Control sockets are in the same directory and have names of the same form.
 
 The directory may be in /tmp, where others can write: it must be ours, not a symlink, and writable
 by us alone; no link in it is followed, and a file counts only if its form is right. It may be
-shared by containers and machines. Whether a process lives is known only where it runs, so the name
-of a file says where that is, and only files of this place are ever deleted.
+shared by containers and machines. Whether a process lives is known only where it runs, so names of
+files contain that place, and only files of this place are ever deleted.
 """
 
 from __future__ import annotations

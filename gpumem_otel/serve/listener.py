@@ -34,7 +34,7 @@ _log = named_logger("gpumem_otel.serve")
 
 
 class ListenerLife:
-    """Starts, stops and forks one `ListenerLoop` at a time; the subclass says what it serves.
+    """Starts, stops and forks one `ListenerLoop` at a time; the subclass defines what it serves.
 
     Attributes:
         bound: set while the address is held.
@@ -170,7 +170,7 @@ class Listener(ListenerLife):
             config: address, tokens, TLS, run directory.
             local_rank: added to the port.
             counters: where failures are counted.
-            identity: who this process is, for its run file; without it none is written.
+            identity: of this process, for its run file; without it none is written.
 
         Raises:
             ServeError: a port that does not exist, a token or TLS file that cannot be used.

@@ -74,7 +74,7 @@ def profile_query(items: Iterable[tuple[str, str]]) -> ProfileQuery:
     `seconds` without a kind asks for the allocations of that window, which is Go's convention.
 
     Raises:
-        ValueError: a value that cannot be used; one line that says which can.
+        ValueError: a value that cannot be used; one line names those that can.
     """
     values: dict[str, str] = {}
     for name, value in items:
@@ -230,7 +230,7 @@ class _Api:
         except ValueError as exc:
             return _line(400, str(exc))
         if request.method == "HEAD":
-            return self._pprof(b"", query)  # nobody reads a profile made for this
+            return self._pprof(b"", query)  # a profile made for this would not be read
         if self._running[query.of_a_window] >= (MAX_WINDOWS if query.of_a_window else MAX_PROFILES):
             return _line(503, "other profiles are being made", retry_after=_RETRY_SECONDS)
         stop = threading.Event()

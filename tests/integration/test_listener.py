@@ -258,7 +258,7 @@ def test_connections_are_bounded(monkeypatch):
         assert ask(listener.address, "/metrics")[0] == 200
 
 
-def test_a_blocked_scrape_holds_nobody_else():
+def test_a_blocked_scrape_holds_up_no_other_request():
     release = threading.Event()
 
     def metrics(_accept):
@@ -450,8 +450,10 @@ def test_the_jobs_own_uvicorn_logging_is_left_alone():
 
 def test_a_run_file_lives_as_long_as_the_port(tmp_path):
     run_dir = str(tmp_path / "run")
-    who = [Identity(service_name="trainer", rank=0)]
-    listener = Listener(some_deps(), ServeConfig(port=0, run_dir=run_dir), identity=lambda: who[0])
+    identities = [Identity(service_name="trainer", rank=0)]
+    listener = Listener(
+        some_deps(), ServeConfig(port=0, run_dir=run_dir), identity=lambda: identities[0]
+    )
     listener.announce()
     listener.start()
     try:
@@ -459,7 +461,7 @@ def test_a_run_file_lives_as_long_as_the_port(tmp_path):
         (entry,) = targets(run_dir)
         assert (entry.host, entry.port) == listener.address
         assert (entry.pid, entry.rank, entry.scheme) == (os.getpid(), 0, "http")
-        who[0] = Identity(service_name="trainer", rank=5)
+        identities[0] = Identity(service_name="trainer", rank=5)
         listener.announce()
         assert [entry.rank for entry in targets(run_dir)] == [5]
     finally:

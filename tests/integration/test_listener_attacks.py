@@ -160,7 +160,7 @@ def test_pipelined_requests_are_not_collected():
         assert ask(listener.address, "/metrics")[0] == 200
 
 
-def test_too_many_requests_at_once_are_told_when_to_come_again(monkeypatch):
+def test_too_many_requests_at_once_get_a_retry_after(monkeypatch):
     monkeypatch.setattr(guard, "MAX_REQUESTS", 2)
     release = threading.Event()
 

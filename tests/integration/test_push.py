@@ -148,8 +148,8 @@ def test_tags_arrive(url):
             tags=(("team.name", "vision \u00fc"), *((f"t{i}", "v") for i in range(50))),
         )
         client.push()
-        found = total(url, client.identity.service_name, selector=',team_name="vision \u00fc"')
-        assert found == 1000
+        pushed = total(url, client.identity.service_name, selector=',team_name="vision \u00fc"')
+        assert pushed == 1000
 
 
 def test_the_pusher_delivers_all_devices(url):
@@ -221,7 +221,7 @@ def test_every_fault_has_its_reason():
 
 
 @pytest.mark.parametrize("fault", REASONS)
-def test_a_fault_is_an_error_that_says_what_it_is(fake, fault):
+def test_a_fault_is_an_error_with_its_reason(fake, fault):
     bring_about(fake, fault)
     with Client(fake.url) as client:
         error = client.refused(1.0)
@@ -368,7 +368,7 @@ def tls_context(issued: certs.Issued, client_ca: certs.Authority | None = None):
 
 @pytest.fixture
 def secure(authority):
-    """A TLS server that wants a client certificate of our authority."""
+    """A TLS server that demands a client certificate of our authority."""
     folder, ca = authority
     issued = certs.issue(folder, ca, "pyroscope", ["127.0.0.1", "pyroscope.test"])
     with FakePyroscope(tls=tls_context(issued, ca)) as fake:
@@ -408,15 +408,15 @@ def test_a_rotated_client_certificate_is_taken(authority, secure):
     assert len(serials) == 2
 
 
-def test_tls_that_can_not_be_trusted(authority, secure, tmp_path):
+def test_tls_that_cannot_be_trusted(authority, secure, tmp_path):
     _, ca = authority
     with Client(secure.url) as client:
         error = client.refused()
     assert error.reason == "tls"
     assert "self-signed certificate" in str(error)
     assert not error.retryable
-    stranger = certs.make_ca(tmp_path, "stranger")
-    with Client(secure.url, ca_file=str(stranger.cert_file)) as client:
+    untrusted = certs.make_ca(tmp_path, "stranger")
+    with Client(secure.url, ca_file=str(untrusted.cert_file)) as client:
         assert client.refused().reason == "tls"
     named = secure.url.replace("127.0.0.1", "localhost")
     with Client(named, ca_file=str(ca.cert_file)) as client:
@@ -534,7 +534,7 @@ HANGS = (
 def test_a_process_ends_with_its_last_profile_and_in_time(fake, fault, timeout):
     """From an exit handler, with the daemon thread still alive.
 
-    A server that hangs may be noticed, and said once, before the time to stop is over.
+    A server that hangs may be noticed, and logged once, before the time to stop is over.
     """
     fake.fault = fault
     tests = str(Path(__file__).parents[1])
@@ -542,7 +542,7 @@ def test_a_process_ends_with_its_last_profile_and_in_time(fake, fault, timeout):
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    said = re.sub(r"127\.0\.0\.1:\d+", "HOST", done.stderr)
-    assert said in ({"", HANGS} if fault else {""})
+    logged = re.sub(r"127\.0\.0\.1:\d+", "HOST", done.stderr)
+    assert logged in ({"", HANGS} if fault else {""})
     assert total(fake.url, done.stdout.strip()) == (0 if fault else 3000)
     assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}

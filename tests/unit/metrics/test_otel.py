@@ -90,7 +90,7 @@ def test_kinds_are_those_of_the_table(provider, counters):
 
 
 def test_one_collection_is_one_observation(provider, counters):
-    """So that rows of different metrics belong to one moment; the next collection asks anew."""
+    """So that rows of different metrics belong to one moment; the next collection asks again."""
     reader, meter = provider
     observer = Observer(obs.full())
     feed = Feed(observer, Level.FULL, counters)

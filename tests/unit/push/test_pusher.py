@@ -149,7 +149,7 @@ def test_a_read_out_that_outlasts_the_stop_is_counted():
     assert sink.stored == []
 
 
-def test_flush_says_whether_all_was_stored(bench):
+def test_flush_returns_whether_all_was_stored(bench):
     _, reader, sink, pusher = bench
     assert pusher.flush()
     assert sink.stored == [b"live 0: 1"]
@@ -160,7 +160,7 @@ def test_flush_says_whether_all_was_stored(bench):
     assert not pusher.flush()
 
 
-def test_flush_waits_no_longer_than_it_was_told():
+def test_flush_waits_no_longer_than_its_timeout():
     clock = FakeClock()
     sink = Gate(clock)
     pusher = made(SystemClock(), FakeReader(clock), sink)
@@ -200,7 +200,7 @@ def test_a_defect_of_ours_does_not_end_it(bench, monkeypatch, caplog):
     assert [r.getMessage() for r in caplog.records] == ["profiles: ZeroDivisionError: "]
 
 
-def test_a_forked_child_is_silent_and_may_start_anew(bench):
+def test_a_forked_child_is_silent_and_may_start_again(bench):
     clock, *_, pusher = bench
     with pusher._lock:
         pid = os.fork()
@@ -249,7 +249,7 @@ def test_the_real_clock():
 
 
 @pytest.mark.parametrize("call", ["flush", "stop"])
-def test_a_window_ends_for_whoever_waits(call):
+def test_a_window_ends_for_a_flush_or_the_end(call):
     """GIVEN a window that would last for ever WHEN a flush or the end is asked for THEN it ends."""
     clock = FakeClock()
     reader, sink = FakeReader(clock), FakeSink(clock)

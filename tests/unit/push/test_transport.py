@@ -42,7 +42,7 @@ def failure(transport: Transport, url: str, body: bytes = b"", seconds: float = 
 
 
 class Scripted:
-    """A server that handles its connections one by one, as told."""
+    """A server that handles its connections one by one, each by a script."""
 
     def __init__(self, *scripts) -> None:
         self.scripts = scripts
@@ -114,7 +114,7 @@ def test_a_kept_connection_that_was_closed_meanwhile(fake, transport):
 
 
 def test_a_request_that_may_have_arrived_is_not_repeated(transport):
-    """A kept connection ends after it took the whole request: stored or not, nobody knows."""
+    """A kept connection ends after it took the whole request: whether it was stored is unknown."""
 
     def two(server: Scripted, connection: socket.socket) -> None:
         server.read(connection)
@@ -190,7 +190,7 @@ def test_a_cut_connection(fake, transport, fault):
     assert str(error).startswith(f"127.0.0.1:{fake.port}: the connection was cut: ")
 
 
-def test_nobody_listens(fake, transport):
+def test_a_port_where_nothing_listens(fake, transport):
     fake.down()
     error = failure(transport, fake.url)
     assert str(error) == f"127.0.0.1:{fake.port}: connect: Connection refused"
@@ -266,7 +266,7 @@ def test_no_http_at_all(transport):
     assert str(error).endswith("the connection was cut: BadStatusLine")
 
 
-def test_headers_that_can_not_be_sent_are_not_shown(fake, transport):
+def test_headers_that_cannot_be_sent_are_not_shown(fake, transport):
     for value in ("two\nlines", "\u2026"):
         with pytest.raises(PushError) as caught:
             transport.post(fake.url + PATH, b"", {"Authorization": f"Bearer {value}"}, 5.0)
