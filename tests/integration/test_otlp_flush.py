@@ -40,7 +40,7 @@ def python(script, **environ):
 
 
 def test_our_own_provider_exports_long_before_its_interval():
-    """A process that is killed right after it has exported all the same."""
+    """A process that is killed right afterwards has exported nonetheless."""
     with OtlpReceiver() as receiver:
         script = """
             import sys

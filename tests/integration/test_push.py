@@ -376,7 +376,7 @@ def secure(authority):
 
 
 def identified(url, ca, mine):
-    """A client that trusts our authority alone and shows a certificate of its own."""
+    """A client that trusts only our authority and has its own certificate."""
     return Client(
         url,
         ca_file=str(ca.cert_file),

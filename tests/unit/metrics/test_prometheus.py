@@ -47,7 +47,7 @@ class FakeClock:
 
 
 class Observer:
-    """Gives what it holds, and counts how often it was asked."""
+    """Gives its observation, and counts how often it is asked."""
 
     def __init__(self, observation):
         self.observation = observation
@@ -269,7 +269,7 @@ def test_scrapes_are_serialized(clock, counters):
 
 
 def test_the_jobs_own_registry_is_as_before(clock, counters):
-    """Neither are our metrics in it, nor its metrics in ours."""
+    """Neither has the other's metrics."""
     own = prometheus_client.Counter("job_batches", "Of the job.")
     own.inc(3)
     try:

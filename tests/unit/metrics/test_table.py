@@ -95,7 +95,7 @@ def test_every_translator_makes_the_same_name(metric):
 
 @pytest.mark.parametrize("level", Level)
 def test_a_level_holds_at_most_its_series(level):
-    """Counted per rank and device, on the device that carries the rows of the process too."""
+    """Series of one rank, for the home device."""
 
     def counted(observation):
         return Counter(
