@@ -145,13 +145,8 @@ class SendProgress:
         return seconds
 
 
-class _Request(threading.local):
-    """The request that this thread sends: sockets made by urllib3 have no other way to it."""
-
-    progress: SendProgress
-
-
-_request = _Request()
+_request: Any = threading.local()
+"""`progress` of the request that this thread sends; sockets made by urllib3 get it from here."""
 
 
 class _TimedSocket(socket.socket):
@@ -196,11 +191,9 @@ class _TimedConnection:
 
     def _new_conn(self: Any) -> socket.socket:
         """Connect to the first address that answers; all share the deadline."""
-        host = self._dns_host
-        name = host[1:-1] if host.startswith("[") else host
-        problem = "the name has no address"
+        problem, host = "the name has no address", self._dns_host.strip("[]")
         try:
-            addresses = socket.getaddrinfo(name, self.port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(host, self.port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise ConnectionError(_reason_of(error)) from None
         for family, _, protocol, _, address in addresses:

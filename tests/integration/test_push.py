@@ -496,6 +496,25 @@ def test_a_tunnel_for_tls(authority):
         assert len(fake.requests) == 2
 
 
+def test_a_tunnel_through_a_proxy_of_tls(authority):
+    """TLS to the server inside TLS to the proxy."""
+    folder, ca = authority
+    inner = certs.issue(folder, ca, "inside", ["pyroscope.test"])
+    outer = certs.issue(folder, ca, "proxy", ["127.0.0.1"])
+    with FakePyroscope(tls=tls_context(inner)) as fake, TinyProxy() as proxy:
+        proxy.targets["pyroscope.test"] = fake.port
+        proxy.require_tls(tls_context(outer))
+        with Client(
+            "https://pyroscope.test",
+            proxy=Secret(f"https://{proxy.address}"),
+            ca_file=str(ca.cert_file),
+        ) as client:
+            client.push()
+            fake.fault = "trickle"
+            assert client.refused(0.5).reason == "timeout"
+        assert len(fake.requests) == 2
+
+
 def test_a_proxy_that_refuses_or_is_not_there(authority, fake):
     _, ca = authority
     with TinyProxy(status=407) as proxy:

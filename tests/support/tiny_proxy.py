@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import select
 import socket
+import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
@@ -30,6 +31,10 @@ class TinyProxy:
             target=self._server.serve_forever, args=(0.02,), name="tiny-proxy", daemon=True
         )
         self._thread.start()
+
+    def require_tls(self, context: ssl.SSLContext) -> None:
+        """Take connections over TLS only."""
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
 
     @property
     def address(self) -> str:
