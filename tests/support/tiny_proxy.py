@@ -6,10 +6,13 @@ import contextlib
 import http.client
 import select
 import socket
-import ssl
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import ssl
 
 
 class TinyProxy:
