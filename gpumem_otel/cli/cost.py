@@ -61,7 +61,7 @@ def _everything(devices: int, kinds: tuple[str, ...], *, can_yield: bool) -> Obs
             )
             for device in on
         ),
-        books={
+        totals={
             device: DeviceTotals(
                 device=device,
                 reserved_bytes=1,

@@ -1,4 +1,4 @@
-"""What one reading of all metrics saw."""
+"""Observation: the values from which all metrics are read at one moment."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ class Observation:
     """Everything the METRICS table reads from, taken at one moment.
 
     Attributes:
-        books: by device, from the last read-out; absent before the first.
+        totals: by device, from the last read-out; absent before the first.
         classes: bytes by tensor class, by device, of the same read-out.
-        home_device: carries the rows of the process as a whole, and must not change while it
+        home_device: in the rows of the process as a whole, so it must not change while that
             lives; None: the lowest armed device, 0 where there is none.
         counters: our own counters: (name, attributes sorted by key) -> value.
-        yields: where the process stands between yield and restore; None where nobody can ask it
-            to give its memory back.
+        yields: the state between yield and restore; None where the process cannot be asked to
+            yield its memory.
     """
 
     identity: Identity
     status: SourceStatus
     time_ns: int
     devices: tuple[DeviceStats, ...]
-    books: Mapping[int, DeviceTotals] = field(default_factory=lambda: MappingProxyType({}))
+    totals: Mapping[int, DeviceTotals] = field(default_factory=lambda: MappingProxyType({}))
     classes: Mapping[int, Mapping[str, int]] = field(default_factory=lambda: MappingProxyType({}))
     steps: StepStats = field(default_factory=StepStats)
     home_device: int | None = None
@@ -47,5 +47,5 @@ class Observer(Protocol):
     """Where the METRICS table gets its values."""
 
     def __call__(self) -> Observation | None:
-        """The values of now (at most a second old), None where there is nothing to export."""
+        """The present values (at most a second old), None where there is nothing to export."""
         ...

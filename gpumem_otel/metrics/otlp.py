@@ -1,12 +1,12 @@
 """The METRICS table as OpenTelemetry asynchronous instruments.
 
-The instruments sit on the API's proxy meter and follow whichever MeterProvider the job sets, before
+The instruments are on the API's proxy meter and follow the MeterProvider that the job sets, before
 install() or after it; we never set one. Only where none exists when the first export is due, a
-provider of our own (metrics/otlp_provider.py) collects the same table and sends it over OTLP; it is
+provider of our own (metrics/otlp_provider.py) collects the same table and sends it over OTLP. It is
 shut down as soon as the job sets one, so nothing is exported twice.
 
-Instruments can not be unregistered, so there is one set per process: its callbacks look up the
-`OtelMetrics` that is running now, or say nothing. A callback never raises, and says nothing in a
+Instruments cannot be unregistered, so there is one set per process. Its callbacks report the values
+of the `OtelMetrics` that runs now, or none. A callback never raises, and reports nothing in a
 forked child, where OpenTelemetry's periodic reader starts again by itself.
 """
 
@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 MAX_AGE_SECONDS = 1.0
 STOP_SECONDS = 2.0
-"""What the last export may take at the end; a server that hangs is left alone after that."""
+"""For the last export at the end; a server that hangs is abandoned after that."""
 
 _log = named_logger("gpumem_otel.otel")
 
 
 class Feed:
-    """What the callbacks of one run read from.
+    """The values that the callbacks of one run report.
 
-    All instruments of one collection are answered from one observation, so that the rows of
-    different metrics add up: a new one is taken when an instrument asks again, or after a second.
-    Where it could not be taken, the collection holds nothing.
+    All instruments of one collection share one observation, so that the rows of different metrics
+    add up: a new one is made when an instrument asks again, or after a second. Where that failed,
+    the collection holds nothing.
     """
 
     def __init__(self, observer: Observer, level: Level, counters: Counters) -> None:
@@ -61,20 +61,20 @@ class Feed:
         self.open = True
 
     @property
-    def speaks(self) -> bool:
+    def active(self) -> bool:
         """Whether it runs, and in this process."""
         return self._pid == os.getpid() and self.open
 
     def observations(self, metric: Metric) -> list[api.Observation]:
         """The data points of one metric; [] where there are none. Never raises."""
-        if not self.speaks or not self._level.holds(metric.level):
+        if not self.active or not self._level.holds(metric.level):
             return []
         try:
             with self._lock:
                 now = time.monotonic()
                 fresh = now - self._observed_at < MAX_AGE_SECONDS
                 if metric.name in self._served or not fresh:
-                    # Noted before asking: one collection asks a failing observer once.
+                    # Set before asking: one collection asks a failing observer only once.
                     self._served = {metric.name}
                     self._observation, self._observed_at = None, now
                     self._observation = self._observer()
@@ -104,8 +104,8 @@ def register(meter: api.Meter, feed: Callable[[], Feed | None]) -> None:
 
     def callback(metric: Metric) -> Callable[[api.CallbackOptions], Iterable[api.Observation]]:
         def read(_: api.CallbackOptions) -> Iterable[api.Observation]:
-            now = feed()
-            return [] if now is None else now.observations(metric)
+            current = feed()
+            return [] if current is None else current.observations(metric)
 
         return read
 
@@ -137,8 +137,8 @@ _INSTRUMENTS = _Instruments()
 
 
 def _job_has_provider() -> bool:
-    """Whether anybody set a MeterProvider; a no-op one is a wish too."""
-    # The API has no public question for this; the proxy is what it hands out before a set.
+    """Whether the job set a MeterProvider; a no-op one counts too."""
+    # The API has no public way to ask; before a provider is set it returns this proxy.
     return type(api.get_meter_provider()).__name__ != "_ProxyMeterProvider"
 
 
@@ -148,9 +148,9 @@ class OtelMetrics:
     Args:
         observer: gives the values.
         level: which part of the table.
-        identity: names the resource of the provider of our own.
-        environ: the `OTEL_*` variables; endpoint, protocol, headers and so on of that provider.
-        interval_seconds: of its exports, and how soon it gives way to the job's own.
+        identity: names the resource of our own provider.
+        environ: the `OTEL_*` variables with endpoint, protocol, headers and so on of that provider.
+        interval_seconds: of its exports, and how soon it gives way to the job's own provider.
         counters: `exporter_errors` of stage `scrape` (a callback) and `push` (an export).
     """
 
@@ -176,9 +176,9 @@ class OtelMetrics:
         self._own: OwnProvider | None = None
 
     def start(self) -> None:
-        """Register or take over the instruments; without a provider of the job, wait for one.
+        """Register or take over the instruments; without a provider of the job, start our thread.
 
-        The waiting thread is a daemon; where the job has a provider there is none at all.
+        It is a daemon that exports through our own provider until the job sets one.
         """
         _INSTRUMENTS.use(self._feed)
         if _job_has_provider():
@@ -188,9 +188,9 @@ class OtelMetrics:
         atexit.register(self.stop)
 
     def stop(self, timeout_seconds: float = STOP_SECONDS) -> None:
-        """Export once more through the provider of our own, if any, and fall silent.
+        """Export once more through our own provider, if any, and report nothing from then on.
 
-        Returns within the timeout; idempotent. In a forked child it only falls silent.
+        Returns within the timeout; idempotent. In a forked child nothing is exported.
         """
         atexit.unregister(self.stop)
         thread, self._thread = self._thread, None
@@ -208,9 +208,9 @@ class OtelMetrics:
     def flush(self) -> None:
         """Export soon, whatever the interval; returns at once.
 
-        Through the job's own provider too, on a thread of its own: it may take its time.
+        The job's own provider is flushed too, on a thread of its own, since it may be slow.
         """
-        if not self._feed.speaks:
+        if not self._feed.active:
             return
         if not _job_has_provider():
             self._wake.set()
@@ -242,7 +242,7 @@ class OtelMetrics:
                 self._own.shutdown()
 
     def _tick(self) -> bool:
-        """Wait an interval and export; False when it was the last time."""
+        """Wait an interval and export; False after the last time."""
         self._wake.wait(self._interval_seconds)
         self._wake.clear()
         last = self._stopping.is_set()
@@ -266,6 +266,6 @@ class OtelMetrics:
             self._counters.add("exporter_errors", stage="push")
             return None
         own = OwnProvider(made, self._identity, self._environ, self._counters)
-        # Asked at each callback: between the job's set and our next tick only one may speak.
+        # Checked at each callback: once the job has a provider, ours must not report as well.
         register(own.meter, lambda: None if _job_has_provider() else self._feed)
         return own

@@ -1,4 +1,4 @@
-"""The MeterProvider of our own: only for a job that has none, never set globally.
+"""Our own MeterProvider, only for a job that has none; never set globally.
 
 Imported when the first export is due, since the SDK and the exporter are heavy. The reader's own
 thread is not used (its shutdown joins for up to 30 s, and it starts again in a forked child): the
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gpumem_otel.base.profile import Identity
 
 EXPORT_SECONDS = 30.0
-"""What one collection and export may take; the exporter's own time-out is 10 s."""
+"""For one collection and export; the exporter's own time-out is 10 s."""
 
 _DEFAULT_ENDPOINT = "http://localhost:4318"
 _PACKAGE = "opentelemetry-exporter-otlp-proto-"
@@ -50,7 +50,7 @@ def _setting(environ: Mapping[str, str], name: str) -> str:
 
 
 def _endpoint(environ: Mapping[str, str]) -> str:
-    """Full URL for OTLP over HTTP; the general variable is a base, the other is taken as it is.
+    """Full URL for OTLP over HTTP: the general variable is a base, the other the URL itself.
 
     https://opentelemetry.io/docs/specs/otel/protocol/exporter/#endpoint-urls-for-otlphttp
     """
@@ -60,10 +60,10 @@ def _endpoint(environ: Mapping[str, str]) -> str:
 
 
 def exporter(environ: Mapping[str, str]) -> tuple[MetricExporter | None, str]:
-    """An OTLP exporter for these variables, and a sentence where they can not be followed.
+    """An OTLP exporter for these variables, and a sentence about what of them cannot be followed.
 
-    Protocol, endpoint and (over HTTP) headers are taken from the mapping; certificates,
-    compression, time-out and temporality the exporter reads from the process's own environment.
+    Protocol, endpoint and (over HTTP) headers come from the mapping; the exporter itself reads
+    certificates, compression, time-out and temporality from the process's environment.
     """
     protocol = _setting(environ, "PROTOCOL") or "http/protobuf"
     advice = ""
@@ -77,7 +77,7 @@ def exporter(environ: Mapping[str, str]) -> tuple[MetricExporter | None, str]:
         )
     except ImportError:
         return None, (
-            f"metrics over OTLP ({protocol}) need a package that is missing here: "
+            f"metrics over OTLP ({protocol}) need a package that is not installed: "
             f"pip install {_PACKAGE}{short}"
         )
     if short == "grpc":
@@ -90,10 +90,10 @@ def exporter(environ: Mapping[str, str]) -> tuple[MetricExporter | None, str]:
 
 
 def resource_attributes(identity: Identity, environ: Mapping[str, str]) -> dict[str, str]:
-    """Attributes of this process: what was preset, and an instance that no other rank has.
+    """Attributes of this process: those of the environment, and an instance id of its own.
 
-    Two processes of one instance id are one series to a server: it takes the first and refuses
-    the others. So `service.instance.id` ends in `-<rank>-<pid>`, also where one was preset.
+    Two processes with the same instance id are one series to a server, which takes the first and
+    refuses the others. So `service.instance.id` ends in `-<rank>-<pid>`, also where one was set.
     """
     preset = parse_pairs(environ.get("OTEL_RESOURCE_ATTRIBUTES", ""))
     instance = preset.get("service.instance.id") or platform.node() or "localhost"
@@ -111,7 +111,7 @@ class _Counted(MetricExporter):
     """An exporter whose failures are counted, logged once and never raised."""
 
     def __init__(self, inner: MetricExporter, counters: Counters) -> None:
-        # What the reader takes from its exporter; there is no public name for it.
+        # The reader takes these from its exporter; there is no public name for them.
         super().__init__(
             preferred_temporality=inner._preferred_temporality,  # noqa: SLF001
             preferred_aggregation=inner._preferred_aggregation,  # noqa: SLF001
@@ -130,7 +130,7 @@ class _Counted(MetricExporter):
             result = MetricExportResult.FAILURE
             if not self._logged:
                 self._logged = True
-                _log.warning("metrics did not arrive over OTLP, trying again: %s", error)
+                _log.warning("metrics over OTLP failed, trying again: %s", error)
         if result is not MetricExportResult.SUCCESS:
             self._counters.add("exporter_errors", stage="push")
         return result
@@ -139,7 +139,7 @@ class _Counted(MetricExporter):
         return self._inner.force_flush(timeout_millis=timeout_millis)
 
     def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
-        del kwargs  # the reader of every SDK so far passes `timeout`, which no exporter knows
+        del kwargs  # the reader of every SDK so far passes `timeout`, which exporters do not take
         if not self._closed:
             self._closed = True
             self._inner.shutdown(timeout_millis=timeout_millis)
@@ -167,7 +167,7 @@ class OwnProvider:
         )
         self._provider = MeterProvider(
             metric_readers=[self._reader],
-            # Not Resource.create: its detectors want a thread pool, which an ending process refuses
+            # Not Resource.create: its detectors need a thread pool, which an ending process lacks
             resource=Resource(dict(resource_attributes(identity, environ))),
             shutdown_on_exit=False,
         )
@@ -178,9 +178,9 @@ class OwnProvider:
         self._reader.collect(timeout_millis=EXPORT_SECONDS * 1e3)
 
     def interrupt(self) -> None:
-        """Ask an export that runs on another thread not to try again."""
+        """Make an export that runs on another thread stop retrying."""
         self._exporter.shutdown()
 
     def shutdown(self) -> None:
-        """Close the exporter; nothing is sent any more."""
+        """Close the exporter."""
         self._provider.shutdown(timeout_millis=1_000)

@@ -1,9 +1,8 @@
 """The METRICS table as a Prometheus exposition, from a registry of our own.
 
-The job's default registry is neither read nor written, so /metrics neither repeats nor disturbs
-what the job exports. One scrape at level standard costs 0.3 to 0.7 ms of CPU, at full 0.9 to 2 ms
-(medians of benchmarks/scrape.py on a busy 2-core machine); within a second the same bytes are
-served again.
+The job's default registry is neither read nor written, so /metrics does not affect what the job
+exports. One scrape at level standard costs 0.3 to 0.7 ms of CPU, at full 0.9 to 2 ms (medians of
+benchmarks/scrape.py on a busy 2-core machine); within a second the same bytes are served again.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
     from gpumem_otel.metrics.observation import Observation, Observer
 
 MAX_AGE_SECONDS = 1.0
-"""A scrape is answered from values at most this old: within it the observer is not asked again."""
+"""Of the values in an answer: for so long the observer is not asked again."""
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS = "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -40,8 +39,8 @@ _UNITS = {"By": "bytes", "s": "seconds", "1": "ratio"}
 def negotiate(accept: str) -> str:
     """The content type for an Accept header: OpenMetrics where it is preferred, else text 0.0.4.
 
-    Neither version nor escaping of the header is echoed: the names need no escaping, and both
-    formats are served in the one version that every Prometheus reads.
+    Version and escaping of the header are ignored: the names need no escaping, and both formats
+    are served in the one version that every Prometheus reads.
     """
     best = {"application/openmetrics-text": 0.0, "text/plain": 0.0}
     for part in accept.split(","):
@@ -75,14 +74,14 @@ def families(observation: Observation, level: Level) -> Iterator[Metric]:
 
 
 class _Collector:
-    """What prometheus_client asks for the families of the observation at hand."""
+    """Gives prometheus_client the families of the present observation."""
 
     def __init__(self, level: Level) -> None:
         self._level = level
         self.observation: Observation | None = None
 
     def describe(self) -> list[Metric]:
-        """Nothing: registration must not read anything."""
+        """Nothing, since registration must not read anything."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -94,11 +93,11 @@ class Exposition:
     """Renders /metrics; safe to call from any thread, one rendering at a time.
 
     Args:
-        observer: gives the values; None from it is an empty exposition.
+        observer: gives the values; None gives an empty exposition.
         level: which part of the table.
         clock: for the age of the values.
-        counters: `exporter_runs` and `exporter_seconds` of stage `scrape`; a failure is counted
-            by who answers the request.
+        counters: `exporter_runs` and `exporter_seconds` of stage `scrape`; the listener counts
+            failures.
     """
 
     def __init__(
@@ -117,8 +116,8 @@ class Exposition:
         """(content type, body) for an Accept header.
 
         Raises:
-            Exception: whatever the observer raised. No scraper takes that for an answer, while
-                an empty one would end all series, those of alerts too.
+            Exception: whatever the observer raised. An empty answer instead would end all series,
+                those of alerts too.
         """
         content_type = negotiate(accept)
         with self._lock:
@@ -137,13 +136,13 @@ class Exposition:
         return content_type, body
 
     def _observe(self) -> None:
-        """Ask for new values where those at hand are too old; what is rendered goes with them."""
-        at_hand = self._collector.observation
-        if at_hand is not None:
-            age_ns = self._clock.time_ns() - at_hand.time_ns
+        """Get new values, and forget what was rendered, where the present values are too old."""
+        present = self._collector.observation
+        if present is not None:
+            age_ns = self._clock.time_ns() - present.time_ns
             if 0 <= age_ns < MAX_AGE_SECONDS * 1e9:
                 return
-        # Before asking: after a failure nothing old is left to be served.
+        # First, so that after a failure nothing old is served.
         self._collector.observation = None
         self._rendered.clear()
         self._collector.observation = self._observer()

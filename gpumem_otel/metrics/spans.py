@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from gpumem_otel.yielding.values import Operation, Phase
 
 _MOST_OPEN = 8
-"""Operations under way at once: there is one, and what never ended must not pile up."""
+"""Operations under way at once. Normally there is one; those that never end must not pile up."""
 
 
 class YieldSpans:
-    """Told of phases and operations as they end, on any thread.
+    """Makes a span of each phase and operation that ends, on any thread.
 
     Args:
         rank: of this process.
@@ -37,10 +37,10 @@ class YieldSpans:
     def phase_ended(
         self, operation: Operation | None, phase: Phase, began_ns: int, ended_ns: int, failure: str
     ) -> None:
-        """See `yielding.board.PhaseEnded`."""
+        """Make the span of a phase; see `PhaseEnded` of the yield engine."""
         if operation is None:
-            return  # driven phase by phase; whoever does that has spans of his own
-        parent = self._of(operation, began_ns)
+            return  # driven phase by phase, by a caller that has its own spans
+        parent = self._span_of(operation, began_ns)
         span = self._tracer.start_span(
             f"gpumem.{operation.kind}.{phase.value}",
             context=trace.set_span_in_context(parent),
@@ -51,7 +51,7 @@ class YieldSpans:
         span.end(ended_ns)
 
     def operation_ended(self, operation: Operation, ended_ns: int) -> None:
-        """An operation that had at least one phase has ended."""
+        """End the span of an operation that had at least one phase."""
         with self._lock:
             span = self._open.pop(operation.id, None)
         if span is None:
@@ -65,7 +65,7 @@ class YieldSpans:
             span.set_status(trace.StatusCode.ERROR, operation.error)
         span.end(ended_ns)
 
-    def _of(self, operation: Operation, began_ns: int) -> trace.Span:
+    def _span_of(self, operation: Operation, began_ns: int) -> trace.Span:
         with self._lock:
             span = self._open.get(operation.id)
             if span is None:

@@ -1,10 +1,10 @@
-"""METRICS: every metric there is, once. Both expositions and the docs page derive from it.
+"""METRICS: the one table of all metrics. Both expositions and the docs page derive from it.
 
 Every data point carries `rank` and `device` besides the attributes of its row; rows of the whole
-process carry its home device (metrics/values.py says why). The names in Prometheus are
-written out so that they can be searched for; they are what a Prometheus or a Collector makes of
-the OpenTelemetry name, unit and kind by itself (UnderscoreEscapingWithSuffixes), which a test
-holds. Unit-1 gauges end in `ratio`, since only then all ways lead to one name.
+process carry its home device (see metrics/values.py). The names in Prometheus are written out so
+that they can be searched for; a test checks that a Prometheus or a Collector makes the same of the
+OpenTelemetry name, unit and kind (UnderscoreEscapingWithSuffixes). Gauges of unit 1 end in `ratio`,
+since only then all translations agree.
 
 Series per rank and device, at most, every feature on:
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gpumem_otel.metrics.observation import Observation
 
 TIMED_STAGES = ("read", "encode", "push")
-"""Stages whose time is told apart; the rest is `other`."""
+"""Stages whose time is shown separately; the rest is `other`."""
 
 ERROR_STAGES = ("read", "push", "listen", "control")
 DROP_REASONS = ("connect", "timeout", "rate_limited", "rejected")
@@ -43,7 +43,7 @@ class Kind(str, Enum):
 
     GAUGE = "gauge"
     SUM = "up_down_counter"
-    """A gauge in Prometheus; where the conventions ask for an up-down counter."""
+    """A gauge in Prometheus, for names that the conventions define as up-down counters."""
     COUNTER = "counter"
 
 
@@ -69,12 +69,12 @@ class Metric:
     Attributes:
         name: OpenTelemetry name, without unit and `total`.
         prometheus: name in Prometheus, with both.
-        unit: UCUM, as OpenTelemetry wants it; `{things}` and "" leave no mark in Prometheus.
+        unit: UCUM, as in OpenTelemetry; `{things}` and "" do not appear in Prometheus.
         level: the lowest level that exports it.
         attributes: names besides `rank` and `device`, in OpenTelemetry's form.
-        detail: the lowest level that tells `attributes` apart; below it they are summed.
-        kept: below `detail`, values of the one attribute that are told all the same; the rest is
-            summed in `other`.
+        detail: the lowest level that shows `attributes`; below it they are summed.
+        kept: values of the one attribute that are shown below `detail` too; the rest is summed
+            in `other`.
     """
 
     name: str
@@ -145,13 +145,13 @@ METRICS: tuple[Metric, ...] = (
            v.from_stats(lambda s: s.segments)),
     Metric("gpumem.blocks", "gpumem_blocks", _GAUGE, "{block}", _FULL,
            "Pieces of the segments, live and free, at the last read-out.",
-           v.from_books(lambda b: b.blocks)),
+           v.from_totals(lambda t: t.blocks)),
     Metric("gpumem.stackless", "gpumem_stackless_bytes", _GAUGE, "By", _FULL,
            "Allocated without a recorded stack, at the last read-out.",
-           v.from_books(lambda b: b.bytes_without_stack)),
+           v.from_totals(lambda t: t.bytes_without_stack)),
     Metric("gpumem.host.pinned", "gpumem_host_pinned_bytes", _GAUGE, "By", _FULL,
            "Pinned host memory of this process.",
-           v.host_pinned),
+           v.of_process(v.host_pinned)),
     Metric("hw.gpu.memory.limit", "hw_gpu_memory_limit_bytes", _SUM, "By", _FULL,
            "Memory of the device, from one rank per device.",
            v.device_memory(lambda s: s.device_total_bytes), ("hw.id",)),
@@ -174,11 +174,11 @@ METRICS: tuple[Metric, ...] = (
     # steps
     Metric("gpumem.steps", "gpumem_steps_total", _COUNTER, "{step}", _MINIMAL,
            "Optimizer steps, or calls of step().",
-           v.steps),
+           v.of_process(lambda o: o.steps.steps)),
     Metric("gpumem.last_step.timestamp", "gpumem_last_step_timestamp_seconds", _GAUGE, "s",
            _MINIMAL,
            "When the last step ended, seconds since 1970; absent before the first.",
-           v.last_step_seconds),
+           v.of_process(lambda o: v.seconds_of(o.steps.last_step_time_ns))),
     Metric("gpumem.step.floor", "gpumem_step_floor_bytes", _GAUGE, "By", _MINIMAL,
            "Lowest allocated at recent step boundaries; it rises with a leak.",
            v.step_floor),
@@ -189,7 +189,7 @@ METRICS: tuple[Metric, ...] = (
            v.yield_state, ("state",)),
     Metric("gpumem.yield.moved", "gpumem_yield_moved_bytes", _GAUGE, "By", _FULL,
            "Away from the devices now: in host memory or on disk.",
-           v.yield_moved),
+           v.from_yields(lambda y: y.moved_bytes)),
     Metric("gpumem.yield.residual", "gpumem_yield_residual_bytes", _GAUGE, "By", _FULL,
            "Left on the devices by the last yield, by cause; absent while nothing is yielded.",
            v.yield_residual, ("cause",)),
@@ -200,7 +200,7 @@ METRICS: tuple[Metric, ...] = (
            _GAUGE, "s", _FULL,
            "When the lease ends and the memory comes back by itself, seconds since 1970; absent "
            "without a lease.",
-           v.yield_lease_seconds),
+           v.from_yields(lambda y: v.seconds_of(y.lease_expiry_ns))),
     # about ourselves
     Metric("gpumem.supported", "gpumem_supported", _GAUGE, "", _MINIMAL,
            "1 where profiles can be had, else 0 with the reason.",
@@ -208,7 +208,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("gpumem.values.timestamp", "gpumem_values_timestamp_seconds", _GAUGE, "s", _FULL,
            "When the allocator was asked for these values, seconds since 1970; it stands still "
            "while the driver holds the process.",
-           v.values_seconds),
+           v.of_process(lambda o: o.time_ns / 1_000_000_000)),
     Metric("gpumem.exporter", "gpumem_exporter_seconds_total", _COUNTER, "s", _FULL,
            "Time spent by this tool's own work, by stage.",
            v.counter_by("exporter_seconds", "stage", TIMED_STAGES), ("stage",)),
@@ -258,16 +258,16 @@ def values_of(metric: Metric, observation: Observation, level: Level) -> Iterato
     if level.holds(metric.detail):
         yield from metric.values(observation)
         return
-    sums: dict[tuple[str, str, str], float] = {}
+    totals: dict[tuple[str, str, str], float] = {}
     for attributes, value in metric.values(observation):
-        told = ""
+        shown_value = ""
         if metric.kept:
-            told = attributes[metric.attributes[0]]
-            told = told if told in metric.kept else v.OTHER
-        key = attributes["rank"], attributes["device"], told
-        sums[key] = sums.get(key, 0) + value
-    for (rank, device, told), value in sums.items():
-        own = {metric.attributes[0]: told} if told else {}
+            shown_value = attributes[metric.attributes[0]]
+            shown_value = shown_value if shown_value in metric.kept else v.OTHER
+        key = attributes["rank"], attributes["device"], shown_value
+        totals[key] = totals.get(key, 0) + value
+    for (rank, device, shown_value), value in totals.items():
+        own = {metric.attributes[0]: shown_value} if shown_value else {}
         yield {"rank": rank, "device": device, **own}, value
 
 

@@ -1,18 +1,18 @@
-"""How the METRICS table gets its values out of an Observation: no I/O, no clock, no state.
+"""The values of the METRICS table, read from an Observation: no I/O, no clock, no state.
 
-Each builder returns a function Observation -> (attributes, value) pairs. Every pair carries `rank`
-and `device`. What belongs to the process as a whole (steps, our own counters, pinned host memory)
-carries the home device: so every series joins the others on (rank, device), and a sum over devices
-counts it once. These rows exist from the first moment of an armed process, whatever can be read.
+A `Values` returns (attributes, value) pairs, each with `rank` and `device`. What belongs to the
+process as a whole (steps, our own counters, pinned host memory) carries its home device, so that
+every series joins the others on (rank, device) and a sum over devices counts it once. These rows
+exist from the first moment of an armed process, whatever can be read.
 
-Before the first read-out there are no books, and what only they know has no row; a value that is
-not known has no row either. Nothing is made up. An event that can be seen and did not happen is
-known: it is 0 from the first moment.
+A value that is not known has no row; before the first read-out that holds for all that only the
+totals of a read-out contain. An event that would be noticed and did not happen is known: it is 0
+from the first moment.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 from gpumem_otel.snapshot.tensor_classes import TensorClass
@@ -28,12 +28,12 @@ Row: TypeAlias = tuple[Attributes, float]
 Values: TypeAlias = Callable[["Observation"], Iterable[Row]]
 
 OTHER = "other"
-"""Attribute value that takes in everything beyond a fixed list: series stay bounded."""
+"""Attribute value for everything beyond a fixed list, so that the number of series is bounded."""
 
 CACHED_CAUSES = ("waiting_for_stream", "split_remainders", "private_pools", "free_segments")
 COMMON_CLASSES = tuple(
-    found.value
-    for found in (
+    tensor_class.value
+    for tensor_class in (
         TensorClass.PARAMETER,
         TensorClass.GRADIENT,
         TensorClass.OPTIMIZER_STATE,
@@ -42,10 +42,13 @@ COMMON_CLASSES = tuple(
         TensorClass.UNATTRIBUTED,
     )
 )
-"""Told apart at level standard: a fixed list, so that no series comes and goes with its size."""
+"""Separate at level standard: a fixed list, so that no series comes and goes with its size."""
 DEFAULT_POOL = (0, 0)
 PRIVATE_POOLS_SHOWN = 2
-"""With the default pool that makes three by name; the rest is `other`."""
+"""Named besides the default pool; the rest is `other`."""
+OVERDUE = "overdue"
+"""State of a process that is yielded though it should not be: a restore, or the end of a lease,
+found the device taken."""
 
 _NO_ALLOCATOR = frozenset({"allocator_backend", "no_caching"})
 """Reasons with which torch's caching allocator is not in use: its numbers would be false zeros."""
@@ -73,25 +76,88 @@ def _allocators(observation: Observation) -> tuple[DeviceStats, ...]:
     return () if observation.status.reason in _NO_ALLOCATOR else observation.devices
 
 
-# memory --------------------------------------------------------------------------------------
+# One row, or one row for each value of an attribute.
 
 
-def from_stats(read: Callable[[DeviceStats], float | None]) -> Values:
-    """One row per device, from its counters; none where `read` says None."""
+def of_device(read: Callable[[Observation, DeviceStats], float | None]) -> Values:
+    """One row per device; none where `read` gives None."""
 
     def values(observation: Observation) -> Iterator[Row]:
         for stats in _allocators(observation):
-            value = read(stats)
+            value = read(observation, stats)
             if value is not None:
                 yield _at(observation, stats.device), value
 
     return values
 
 
+def of_device_by(
+    attribute: str,
+) -> Callable[[Callable[[Observation, DeviceStats], Mapping[str, float]]], Values]:
+    """Decorates a function that gives a device's values by an attribute."""
+
+    def decorate(read: Callable[[Observation, DeviceStats], Mapping[str, float]]) -> Values:
+        def values(observation: Observation) -> Iterator[Row]:
+            for stats in _allocators(observation):
+                for key, value in read(observation, stats).items():
+                    yield {**_at(observation, stats.device), attribute: key}, value
+
+        return values
+
+    return decorate
+
+
+def of_process(read: Callable[[Observation], float | None]) -> Values:
+    """One row of the process as a whole; none where `read` gives None."""
+
+    def values(observation: Observation) -> Iterator[Row]:
+        home = _home(observation)
+        value = None if home is None else read(observation)
+        if home is not None and value is not None:
+            yield home, value
+
+    return values
+
+
+def of_process_by(
+    attribute: str,
+) -> Callable[[Callable[[Observation], Mapping[str, float]]], Values]:
+    """Decorates a function that gives the process's values by an attribute."""
+
+    def decorate(read: Callable[[Observation], Mapping[str, float]]) -> Values:
+        def values(observation: Observation) -> Iterator[Row]:
+            home = _home(observation)
+            if home is not None:
+                for key, value in read(observation).items():
+                    yield {**home, attribute: key}, value
+
+        return values
+
+    return decorate
+
+
+# Memory.
+
+
+def from_stats(read: Callable[[DeviceStats], float | None]) -> Values:
+    """One row per device, from its counters; none where `read` gives None."""
+    return of_device(lambda _, stats: read(stats))
+
+
+def from_totals(read: Callable[[DeviceTotals], float]) -> Values:
+    """One row per device, from the totals of its last read-out."""
+
+    def value(observation: Observation, stats: DeviceStats) -> float | None:
+        totals = observation.totals.get(stats.device)
+        return None if totals is None else read(totals)
+
+    return of_device(value)
+
+
 def events(read: Callable[[DeviceStats], int]) -> Values:
     """One row per device, from a counter of events; the home device has one before its first use.
 
-    Where the allocator can not be read there is no row: a 0 would deny what nobody can see, or
+    Where the allocator cannot be read there is no row: a 0 would deny what cannot be seen, or
     look like a restart of the counter.
     """
 
@@ -107,120 +173,93 @@ def events(read: Callable[[DeviceStats], int]) -> Values:
     return values
 
 
-def from_books(read: Callable[[DeviceTotals], float]) -> Values:
-    """One row per device, from its last read-out."""
+@of_device_by("cause")
+def cached(observation: Observation, stats: DeviceStats) -> Mapping[str, float]:
+    """Bytes reserved but not allocated, by cause; they add up to reserved - allocated of `stats`.
 
-    def values(observation: Observation) -> Iterator[Row]:
-        for stats in _allocators(observation):
-            books = observation.books.get(stats.device)
-            if books is not None:
-                yield _at(observation, stats.device), read(books)
-
-    return values
-
-
-def _split_cached(stats: DeviceStats, books: DeviceTotals | None) -> tuple[int, int, int, int]:
-    """Bytes reserved but not allocated, in the order of CACHED_CAUSES.
-
-    They always add up to reserved - allocated of `stats`. The books may be a read-out older, so
-    what they say is cut to what is left now, and whole free segments are the remainder. Without
-    books torch's own counter stands in for split remainders (0 under expandable segments).
+    The totals may be of an older read-out, so their values are cut to what is left now, and whole
+    free segments are the remainder. Without totals torch's own counter stands in for split
+    remainders (0 under expandable segments).
     """
+    totals = observation.totals.get(stats.device)
     left = max(stats.reserved_bytes - stats.allocated_bytes, 0)
-    parts = []
-    for wanted in (
+    sizes = []
+    for size in (
         stats.active_bytes - stats.allocated_bytes,
-        stats.inactive_split_bytes if books is None else books.split_remainder_bytes,
-        0 if books is None else books.private_pool_free_bytes,
+        stats.inactive_split_bytes if totals is None else totals.split_remainder_bytes,
+        0 if totals is None else totals.private_pool_free_bytes,
     ):
-        part = min(max(wanted, 0), left)
-        parts.append(part)
-        left -= part
-    return parts[0], parts[1], parts[2], left
-
-
-def cached(observation: Observation) -> Iterator[Row]:
-    """Reserved but not allocated, by cause."""
-    for stats in _allocators(observation):
-        parts = _split_cached(stats, observation.books.get(stats.device))
-        for cause, value in zip(CACHED_CAUSES, parts, strict=True):
-            yield {**_at(observation, stats.device), "cause": cause}, value
-
-
-def class_bytes(observation: Observation) -> Iterator[Row]:
-    """Allocated by tensor class, as of the last read-out; `unattributed` always has a row."""
-    for stats in _allocators(observation):
-        classes = observation.classes.get(stats.device)
-        if classes is None:
-            continue
-        for tensor_class, size in {TensorClass.UNATTRIBUTED.value: 0, **classes}.items():
-            yield {**_at(observation, stats.device), "tensor_class": tensor_class}, size
+        sizes.append(min(max(size, 0), left))
+        left -= sizes[-1]
+    return dict(zip(CACHED_CAUSES, (*sizes, left), strict=True))
 
 
 def fragmentation_ratio(observation: Observation) -> Iterator[Row]:
     """Split remainders over reserved; 0 where nothing is reserved."""
-    for stats in _allocators(observation):
-        remainders = _split_cached(stats, observation.books.get(stats.device))[1]
-        yield _at(observation, stats.device), remainders / max(stats.reserved_bytes, 1)
+    reserved = {str(stats.device): stats.reserved_bytes for stats in _allocators(observation)}
+    for attributes, size in cached(observation):
+        if attributes.pop("cause") == "split_remainders":
+            yield attributes, size / max(reserved[attributes["device"]], 1)
 
 
-def pool_reserved(observation: Observation) -> Iterator[Row]:
+@of_device_by("tensor_class")
+def class_bytes(observation: Observation, stats: DeviceStats) -> Mapping[str, float]:
+    """Allocated by tensor class, as of the last read-out; `unattributed` always has a row."""
+    classes = observation.classes.get(stats.device)
+    return {} if classes is None else {TensorClass.UNATTRIBUTED.value: 0, **classes}
+
+
+@of_device_by("pool")
+def pool_reserved(observation: Observation, stats: DeviceStats) -> Mapping[str, float]:
     """Reserved by pool, as of the last read-out; the parts add up to its reserved bytes."""
-    for stats in _allocators(observation):
-        books = observation.books.get(stats.device)
-        if books is None:
-            continue
-        private = sorted(
-            ((size, pool) for pool, size in books.pool_reserved_bytes.items() if any(pool)),
-            key=lambda entry: (-entry[0], entry[1]),
-        )
-        shown = {"default": books.pool_reserved_bytes.get(DEFAULT_POOL, 0)}
-        shown |= {f"private_{a}_{b}": size for size, (a, b) in private[:PRIVATE_POOLS_SHOWN]}
-        rest = sum(size for size, _ in private[PRIVATE_POOLS_SHOWN:])
-        if rest:
-            shown[OTHER] = rest
-        for pool, size in shown.items():
-            yield {**_at(observation, stats.device), "pool": pool}, size
+    totals = observation.totals.get(stats.device)
+    if totals is None:
+        return {}
+    private = sorted(
+        ((size, pool) for pool, size in totals.pool_reserved_bytes.items() if any(pool)),
+        key=lambda entry: (-entry[0], entry[1]),
+    )
+    shown = {"default": totals.pool_reserved_bytes.get(DEFAULT_POOL, 0)}
+    shown |= {f"private_{a}_{b}": size for size, (a, b) in private[:PRIVATE_POOLS_SHOWN]}
+    rest = sum(size for size, _ in private[PRIVATE_POOLS_SHOWN:])
+    return {**shown, OTHER: rest} if rest else shown
 
 
-def outside(observation: Observation) -> Iterator[Row]:
+@of_device_by("cause")
+def outside(_observation: Observation, stats: DeviceStats) -> Mapping[str, float]:
     """Used on the device but not reserved by this process's allocator, by cause.
 
     `context` is this process's context with its libraries (cuBLAS, NCCL), `other_process` what the
-    others use; both only where the driver's count by process is known. All else is `unknown`: the
-    driver's own on each device (123 MiB of an H200), or everything where it does not count. The
-    numbers are read one after the other; a difference below zero is shown as 0.
+    others use; both only where the driver counts by process. The rest is `unknown`: the driver's
+    own on each device (123 MiB of an H200), or everything where it does not count. The numbers are
+    read one after the other; a difference below zero is shown as 0.
     """
-    for stats in _allocators(observation):
-        if stats.device_used_bytes is None:
-            continue
-        left = max(stats.device_used_bytes - stats.reserved_bytes, 0)
-        causes = {}
-        if stats.process_used_bytes is not None:
-            own = min(max(stats.process_used_bytes - stats.reserved_bytes, 0), left)
-            left -= own
-            others = left
-            if stats.others_used_bytes is not None:
-                others = min(stats.others_used_bytes, left)
-            causes = {"context": own, "other_process": others}
-            left -= others
-        for cause, value in {**causes, "unknown": left}.items():
-            yield {**_at(observation, stats.device), "cause": cause}, value
+    if stats.device_used_bytes is None:
+        return {}
+    left = max(stats.device_used_bytes - stats.reserved_bytes, 0)
+    causes = {}
+    if stats.process_used_bytes is not None:
+        own = min(max(stats.process_used_bytes - stats.reserved_bytes, 0), left)
+        left -= own
+        others = left
+        if stats.others_used_bytes is not None:
+            others = min(stats.others_used_bytes, left)
+        causes = {"context": own, "other_process": others}
+        left -= others
+    return {**causes, "unknown": left}
 
 
-def host_pinned(observation: Observation) -> Iterator[Row]:
-    """Pinned host memory of this process, whichever device's counters know it."""
-    home = _home(observation)
-    known = [s.host_pinned_bytes for s in observation.devices if s.host_pinned_bytes is not None]
-    if home is not None and known:
-        yield home, max(known)
+def host_pinned(observation: Observation) -> float | None:
+    """Pinned host memory of this process, whichever device's counters have it."""
+    sizes = (stats.host_pinned_bytes for stats in observation.devices)
+    return max((size for size in sizes if size is not None), default=None)
 
 
 def device_memory(read: Callable[[DeviceStats], int | None]) -> Values:
     """A number of the device as a whole, with `hw.id`, from one rank per GPU.
 
-    The rank that speaks for a device is the one whose local rank is the device's index; a process
-    that is alone in its job, or that uses one GPU only, speaks for all it has.
+    The rank that reports a device is the one whose local rank is the device's index; a process
+    that is alone in its job, or that uses one GPU only, reports all it has.
 
     Limits: ranks that share one GPU and use no other all report it. Take `max by (hw_id)`.
     """
@@ -237,49 +276,31 @@ def device_memory(read: Callable[[DeviceStats], int | None]) -> Values:
     return values
 
 
-# identity, steps -----------------------------------------------------------------------------
+# Identity and steps.
 
 
 def target_info(observation: Observation) -> Iterator[Row]:
-    """Constant 1 per device; everything about identity that is no label of the other rows."""
+    """Constant 1 per device, with everything about identity that is no label of the other rows."""
     identity = observation.identity
     home = _home(observation)
     if home is None:
         return
     for device in sorted({int(home["device"]), *_armed(observation)}):
-        yield (
-            {
-                **_at(observation, device),
-                "local_rank": str(identity.local_rank),
-                "world_size": str(identity.world_size),
-                "run_id": identity.run_id,
-                "restart": str(identity.restart),
-                "gpu_uuid": identity.device_uuids.get(device, ""),
-                "node": identity.node,
-            },
-            1,
-        )
+        attributes = {
+            **_at(observation, device),
+            "local_rank": str(identity.local_rank),
+            "world_size": str(identity.world_size),
+            "run_id": identity.run_id,
+            "restart": str(identity.restart),
+            "gpu_uuid": identity.device_uuids.get(device, ""),
+            "node": identity.node,
+        }
+        yield attributes, 1
 
 
-def steps(observation: Observation) -> Iterator[Row]:
-    """Steps seen so far."""
-    home = _home(observation)
-    if home is not None:
-        yield home, observation.steps.steps
-
-
-def last_step_seconds(observation: Observation) -> Iterator[Row]:
-    """Time of the last step; no row before the first, since 0 would look like 1970."""
-    home = _home(observation)
-    if home is not None and observation.steps.last_step_time_ns > 0:
-        yield home, observation.steps.last_step_time_ns / 1_000_000_000
-
-
-def values_seconds(observation: Observation) -> Iterator[Row]:
-    """When the allocator's values were taken."""
-    home = _home(observation)
-    if home is not None:
-        yield home, observation.time_ns / 1_000_000_000
+def seconds_of(time_ns: int) -> float | None:
+    """Seconds since 1970, None for what has not happened: 0 would look like 1970."""
+    return time_ns / 1_000_000_000 if time_ns > 0 else None
 
 
 def step_floor(observation: Observation) -> Iterator[Row]:
@@ -290,94 +311,66 @@ def step_floor(observation: Observation) -> Iterator[Row]:
             yield _at(observation, device), value
 
 
-# yield and restore -----------------------------------------------------------------------------
-
-OVERDUE = "overdue"
-"""State of a process that is yielded though it should not be: a restore, or the end of a lease,
-found the device taken."""
+# Yield and restore.
 
 
-def _yields(observation: Observation) -> tuple[Attributes, YieldStatus] | None:
-    home = _home(observation)
-    return None if home is None or observation.yields is None else (home, observation.yields)
+def from_yields(read: Callable[[YieldStatus], float | None]) -> Values:
+    """One row of the process; none where it cannot yield, or `read` gives None."""
+    return of_process(lambda o: None if o.yields is None else read(o.yields))
 
 
-def yield_state(observation: Observation) -> Iterator[Row]:
-    """1 for the state that is, and no row for the others."""
-    found = _yields(observation)
-    if found is not None:
-        home, status = found
-        overdue = status.state is YieldState.YIELDED and status.reason
-        yield {**home, "state": OVERDUE if overdue else status.state.value}, 1
+@of_process_by("state")
+def yield_state(observation: Observation) -> Mapping[str, float]:
+    """1 for the present state, and no row for the others."""
+    status = observation.yields
+    if status is None:
+        return {}
+    overdue = status.state is YieldState.YIELDED and status.reason
+    return {OVERDUE if overdue else status.state.value: 1}
 
 
-def yield_moved(observation: Observation) -> Iterator[Row]:
-    """Bytes that are away from the device now."""
-    found = _yields(observation)
-    if found is not None:
-        yield found[0], found[1].moved_bytes
-
-
-def yield_residual(observation: Observation) -> Iterator[Row]:
+@of_process_by("cause")
+def yield_residual(observation: Observation) -> Mapping[str, float]:
     """What the last yield left on the devices, by cause; no rows while nothing is yielded."""
-    found = _yields(observation)
-    if found is not None:
-        for cause, value in sorted(found[1].residual_bytes.items()):
-            yield {**found[0], "cause": cause}, value
+    status = observation.yields
+    return {} if status is None else dict(sorted(status.residual_bytes.items()))
 
 
-def yield_phases(observation: Observation) -> Iterator[Row]:
+@of_process_by("phase")
+def yield_phases(observation: Observation) -> Mapping[str, float]:
     """Seconds spent so far, each phase from 0."""
-    found = _yields(observation)
-    if found is not None:
-        for phase in Phase:
-            seconds = found[1].phase_seconds.get(phase.value, 0.0)
-            yield {**found[0], "phase": phase.value}, seconds
+    status = observation.yields
+    if status is None:
+        return {}
+    return {phase.value: status.phase_seconds.get(phase.value, 0.0) for phase in Phase}
 
 
-def yield_lease_seconds(observation: Observation) -> Iterator[Row]:
-    """When the lease ends; no row where there is none."""
-    found = _yields(observation)
-    if found is not None and found[1].lease_expiry_ns > 0:
-        yield found[0], found[1].lease_expiry_ns / 1_000_000_000
+# This tool itself.
 
 
-# about ourselves -----------------------------------------------------------------------------
-
-
-def supported(observation: Observation) -> Iterator[Row]:
-    """1 where profiles can be had, else 0 with the reason."""
-    home = _home(observation)
-    if home is not None:
-        status = observation.status
-        yield {**home, "reason": status.reason or "none"}, int(status.supported)
+@of_process_by("reason")
+def supported(observation: Observation) -> Mapping[str, float]:
+    """1 where profiles are available, else 0 with the reason."""
+    status = observation.status
+    return {status.reason or "none": int(status.supported)}
 
 
 def counter(name: str) -> Values:
     """One of our own counters, summed over its attributes; 0 from the first moment."""
-
-    def values(observation: Observation) -> Iterator[Row]:
-        home = _home(observation)
-        if home is not None:
-            yield home, sum(v for (n, _), v in observation.counters.items() if n == name)
-
-    return values
+    return of_process(lambda o: sum(v for (n, _), v in o.counters.items() if n == name))
 
 
 def counter_by(name: str, attribute: str, known: tuple[str, ...]) -> Values:
     """One of our own counters by an attribute: each known value from 0, the rest in `other`."""
 
-    def values(observation: Observation) -> Iterator[Row]:
-        home = _home(observation)
-        if home is None:
-            return
-        sums = dict.fromkeys((*known, OTHER), 0.0)
+    @of_process_by(attribute)
+    def values(observation: Observation) -> Mapping[str, float]:
+        counts = dict.fromkeys((*known, OTHER), 0.0)
         for (counted, attributes), value in observation.counters.items():
             if counted == name:
                 key = dict(attributes).get(attribute, OTHER)
-                sums[key if key in sums else OTHER] += value
-        for key, value in sums.items():
-            yield {**home, attribute: key}, value
+                counts[key if key in counts else OTHER] += value
+        return counts
 
     return values
 
@@ -385,13 +378,9 @@ def counter_by(name: str, attribute: str, known: tuple[str, ...]) -> Values:
 def gauge_by(name: str, attribute: str, known: tuple[str, ...]) -> Values:
     """One of our own gauges by an attribute: only the known values, once they were set."""
 
-    def values(observation: Observation) -> Iterator[Row]:
-        home = _home(observation)
-        if home is None:
-            return
-        for key in known:
-            value = observation.counters.get((name, ((attribute, key),)))
-            if value is not None:
-                yield {**home, attribute: key}, value
+    @of_process_by(attribute)
+    def values(observation: Observation) -> Mapping[str, float]:
+        set_values = {key: observation.counters.get((name, ((attribute, key),))) for key in known}
+        return {key: value for key, value in set_values.items() if value is not None}
 
     return values

@@ -1,7 +1,7 @@
-"""Host CPU and heap profiles beside ours: starts pyroscope-io with the same labels.
+"""Host CPU and heap profiles: starts pyroscope-io with the labels of our own profiles.
 
-It takes headers once, when it starts, and has no setting for certificates or a proxy. What of our
-settings it can not follow is logged.
+It takes headers only when it starts, and has no setting for certificates or a proxy. The settings
+that it cannot follow are logged.
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ if TYPE_CHECKING:
     from gpumem_otel.settings.config import PyroscopeConfig
 
 _NOT_FOLLOWED = ("ca_file", "client_cert_file", "proxy")
+
 _log = named_logger("gpumem_otel.export.hostprofiles")
 
 
 def start_host_profiles(config: PyroscopeConfig, identity: Identity) -> bool:
     """Start pyroscope-io; False (and one log line) where that is not possible.
 
-    It is absent or runs already, or the file of the bearer token can not be read.
+    It is not installed or runs already, or the file of the bearer token cannot be read.
     """
     try:
         pyroscope = import_module("pyroscope")
     except ImportError as error:
         if isinstance(error, ModuleNotFoundError) and error.name == "pyroscope":
-            _log.warning("host profiles asked for, but pyroscope-io is not installed")
+            _log.warning("host profiles are set, but pyroscope-io is not installed")
         else:
             _log.warning("host profiles: pyroscope-io does not fit this Python: %s", error)
         return False
     try:
-        headers, basic = _credentials(config)
+        headers, (user, password) = _credentials(config)
     except PushError as error:
         _log.warning("host profiles: %s", error)
         return False
@@ -46,29 +47,28 @@ def start_host_profiles(config: PyroscopeConfig, identity: Identity) -> bool:
     started = pyroscope.configure(
         application_name=identity.service_name,
         server_address=config.url,
-        basic_auth_username=basic[0],
-        basic_auth_password=basic[1],
+        basic_auth_username=user,
+        basic_auth_password=password,
         tenant_id=config.tenant_id,
         http_headers=headers or None,
         tags=tags,
         mem_enabled=True,
     )
     if started is False:
-        _log.warning("host profiles: pyroscope-io already runs in this process; left as it is")
-        return False
-    beyond = [name for name in _NOT_FOLLOWED if getattr(config, name)]
-    if beyond:
         _log.warning(
-            "host profiles: pyroscope-io does not follow %s; it connects without",
-            ", ".join(beyond),
+            "host profiles: pyroscope-io already runs in this process and is left as it is"
         )
+        return False
+    ignored = [name for name in _NOT_FOLLOWED if getattr(config, name)]
+    if ignored:
+        _log.warning("host profiles: pyroscope-io ignores %s", ", ".join(ignored))
     if config.bearer_token_file:
-        _log.info("host profiles: pyroscope-io keeps the bearer token of now, also if it changes")
+        _log.info("host profiles: pyroscope-io does not notice when the bearer token changes")
     return True
 
 
 def _credentials(config: PyroscopeConfig) -> tuple[dict[str, str], tuple[str, str]]:
-    """Headers, and (user, password) of basic authentication; what wins is as in our own pushes."""
+    """Headers, and (user, password) of basic authentication; precedence as in our own pushes."""
     headers = {name: secret.reveal() for name, secret in config.headers}
     if any(name.lower() == "authorization" for name in headers):
         return headers, ("", "")

@@ -1,9 +1,8 @@
-"""Profile bytes and labels -> a push request, and its way to a Pyroscope server.
+"""The Pyroscope request: makes it from a profile and its labels, sends it, reads the answer.
 
-The request is Connect's `push.v1.PusherService/Push` (grafana/pyroscope, api/push/v1/push.proto).
-One profile a request: in a batch the good ones are stored although the answer is an error. What
-the server refuses and how was measured against Pyroscope 2.2; why `/ingest` is not used: it
-renames the profile type.
+The request is Connect's `push.v1.PusherService/Push` (grafana/pyroscope, api/push/v1/push.proto),
+since `/ingest` renames the profile type. One profile per request: of a batch some are stored
+although the answer is an error. What the server refuses was measured with Pyroscope 2.2.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ if TYPE_CHECKING:
 
 PROFILE_NAME = "gpu_memory"
 """`__name__` of our series: `memory` would merge with host heap profiles of the same service, and
-older servers take what is called so for running totals."""
+older servers read that name as running totals."""
 
 OOM_PROFILE_NAME = "gpu_memory_oom"
-"""`__name__` of what was alive when an allocation failed, each with an `oom_id` of its own: added
-to the live profiles of the same minute it would be counted twice."""
+"""`__name__` of what was alive when an allocation failed, each with its own `oom_id`: added to
+the live profiles of the same minute it would count twice."""
 
 PUSH_PATH = "/push.v1.PusherService/Push"
 
@@ -58,7 +57,7 @@ _FINAL = {
     404: "not_found",
     407: "proxy",
     413: "too_large",
-    # Junk gets it from the server and Alloy makes it of every 400: no retry will mend it.
+    # The server answers it to unusable input, and Alloy to every 400: a retry does not help.
     500: "server_error",
 }
 
@@ -90,7 +89,7 @@ def series_labels(
     """Labels of the series that a profile of one device goes to.
 
     Args:
-        identity: who pushes; its tags come last and never replace a label of ours.
+        identity: of this process; its tags come last and never replace a label of ours.
         device: index of the device in this process.
         name: `__name__`.
         extra: labels between ours and the tags.
@@ -101,7 +100,7 @@ def series_labels(
     """
     labels = {
         "__name__": name,
-        # The values are what they say, not running totals (servers with v1 storage ask).
+        # For servers with v1 storage: the values are no running totals.
         "__delta__": "false",
         "service_name": _value(identity.service_name),
         "namespace": _value(identity.namespace),
@@ -118,7 +117,7 @@ def series_labels(
 
 
 def _name(text: str) -> str:
-    """A label name of it: dots and the like become underscores; names with `__` are reserved."""
+    """The text as a label name: other characters become `_`, and leading `__` is reserved."""
     name = re.sub(r"[^a-zA-Z0-9_]", "_", text.strip())[:MAX_NAME_BYTES]
     if name.startswith("__"):
         name = name.lstrip("_")
@@ -156,18 +155,18 @@ class PyroscopeSink:
         """Send one uncompressed pprof; returns once it is stored (0.5 s on a 2.x server).
 
         Raises:
-            PushError: it was not stored, or nobody knows.
+            PushError: it was not stored, or may not have been.
         """
-        del kind  # the sample types say it
+        del kind  # the sample types name it
         self.send(profile, series_labels(self._identity(), device=device), deadline_seconds)
 
     def send(
         self, profile: bytes, labels: Sequence[tuple[str, str]], deadline_seconds: float
     ) -> None:
-        """Send one pprof as a series with just these labels.
+        """Send one pprof as a series with exactly these labels.
 
         Raises:
-            PushError: it was not stored, or nobody knows.
+            PushError: it was not stored, or may not have been.
         """
         body = gzip_bytes(push_request(profile, labels))
         headers, secrets = self._headers()
@@ -178,7 +177,7 @@ class PyroscopeSink:
             self._counters.add("exporter_pushed_bytes", len(body))
 
     def _headers(self) -> tuple[dict[str, str], list[str]]:
-        """The headers of a push, and what of them no message may show."""
+        """The headers of a push, and the secrets in them that no message may show."""
         config = self._config
         headers = {
             "User-Agent": f"gpumem-otel/{__version__}",
@@ -204,7 +203,7 @@ class PyroscopeSink:
             headers.pop(own.get(name.lower(), ""), None)
             headers[name] = value.reveal()
             secrets.append(value.reveal())
-        # A shorter one would black out half of any text.
+        # A shorter one would remove half of any text.
         return headers, [secret for secret in secrets if len(secret) >= MIN_SECRET_CHARS]
 
 
@@ -212,34 +211,33 @@ def bearer_token(config: PyroscopeConfig) -> str:
     """The token as it is now, "" where there is none.
 
     Raises:
-        PushError: its file can not be read.
+        PushError: its file cannot be read.
     """
     if not config.bearer_token_file:
         return config.bearer_token.reveal()
     try:
-        token = contents(config.bearer_token_file, MOST_TOKEN_BYTES).decode().strip()
+        return contents(config.bearer_token_file, MOST_TOKEN_BYTES).decode().strip()
     except ConfigError as error:
         raise PushError(f"token file {error}", reason="config") from None
     except UnicodeDecodeError:
         raise PushError(
-            f"token file {config.bearer_token_file}: holds something else than UTF-8",
+            f"token file {config.bearer_token_file}: is not UTF-8",
             reason="config",
         ) from None
-    return token
 
 
 def refusal(answer: Answer, secrets: Sequence[str] = ()) -> PushError | None:
-    """What an answer means: None where the profile is stored.
+    """The error that an answer means, None where the profile is stored.
 
     Args:
         answer: of the server, or of a proxy before it.
-        secrets: not repeated, should the server have done so.
+        secrets: removed from the message, in case the server repeats one.
     """
     status = answer.status
     if 200 <= status < 300:  # noqa: PLR2004
         if answer.headers.get("content-type", "").startswith("text/html"):
             return PushError(
-                f"{status}, but a web page: the URL is not that of a Pyroscope server",
+                f"{status}, but a web page: the URL is not one of a Pyroscope server",
                 reason="not_found",
                 status=status,
             )
@@ -247,7 +245,7 @@ def refusal(answer: Answer, secrets: Sequence[str] = ()) -> PushError | None:
     if 300 <= status < 400:  # noqa: PLR2004
         target = urlsplit(answer.headers.get("location", "")).hostname or "elsewhere"
         return PushError(
-            f"{status}: redirected to {target}; name that server in the URL",
+            f"{status}: redirected to {target}; set the URL to that server",
             reason="redirect",
             status=status,
         )
@@ -262,11 +260,11 @@ def refusal(answer: Answer, secrets: Sequence[str] = ()) -> PushError | None:
 
 
 def _message(answer: Answer) -> str:
-    """The server's own words: Connect's JSON, else the text; one line."""
+    """The server's message on one line: Connect's JSON, else the text."""
     body = answer.body
     if answer.headers.get("content-encoding", "") == "gzip":
         try:
-            # Bounded: an answer is no place for a gzip bomb. 31: with a gzip header.
+            # Bounded, against a gzip bomb. 31: with a gzip header.
             body = zlib.decompressobj(31).decompress(body, 64 * 1024)
         except zlib.error:
             return "(damaged answer)"

@@ -7,13 +7,13 @@ import math
 from typing import Final
 
 MAX_INTERVAL_SECONDS = 3600.0
-"""No stretching goes beyond: one freak measurement must not blind a job for good."""
+"""Longest stretched interval: one wrong measurement must not stop a job's profiles for good."""
 
 _NS = 1_000_000_000
 
 
 def next_multiple_ns(now_ns: int, interval_seconds: float) -> int:
-    """The next wall-clock multiple of an interval, later than now; the same on every rank."""
+    """The next wall-clock multiple of an interval after now; the same on every rank."""
     step = max(round(interval_seconds * _NS), 1)
     return (now_ns // step + 1) * step
 
@@ -27,8 +27,7 @@ def phase(run_id: str, rank: int) -> float:
 def stretch(configured_seconds: float, *needed_seconds: float) -> float:
     """The smallest multiple of the configured interval that is as long as each need.
 
-    A multiple, so that ranks which stretch by different factors still read at moments that
-    others read at.
+    A multiple, so that ranks with different factors still read at shared moments.
     """
     longest = max((need for need in needed_seconds if math.isfinite(need)), default=0.0)
     factor = math.ceil(round(longest / configured_seconds, 6))
@@ -40,7 +39,7 @@ class Backoff:
     """Delays between attempts: 1, 2, 4 ... 30 s, each moved by the rank's phase.
 
     Args:
-        phase: in [0, 1), takes up to half of each delay away, so that ranks do not try together.
+        phase: in [0, 1), shortens each delay by up to half, so that ranks do not retry together.
     """
 
     FIRST_SECONDS = 1.0
@@ -50,32 +49,30 @@ class Backoff:
         self._keep = 1.0 - phase / 2
 
     def delay(self, failures: int, asked_seconds: float | None = None) -> float:
-        """Seconds to wait after so many failures in a row, at least what the server asked for."""
+        """Seconds to wait after `failures` in a row, at least what the server asked for."""
         seconds = min(
             self.FIRST_SECONDS * float(1 << min(max(failures, 1) - 1, 16)), self.MAX_SECONDS
         )
         return max(seconds * self._keep, asked_seconds or 0.0)
 
 
-# When the next window of events is recorded: arithmetic on times, without a clock.
-#
-# Windows begin at moments that nobody can foresee but all ranks share, since a read-out stalls each
-# rank and a collective waits for the slowest. A moment that stood fixed in the interval could meet
-# the same part of a job again and again: each evaluation, or none.
+# Windows of events begin at pseudo-random moments that all ranks share, since a read-out stalls its
+# rank and a collective waits for the slowest. At a fixed place of the interval they could meet the
+# same part of a job each time: every evaluation, or none.
 
 FIRST_PART: Final = 0.5
-"""Of the interval: by then this round's profiles are sent."""
+"""Earliest begin, as a part of the interval: this round's profiles are sent by then."""
 LAST_PART: Final = 0.75
-"""A window that begins so late has room for steps of a quarter of the interval."""
+"""Latest begin: it leaves room for steps of a quarter of the interval."""
 MARGIN_PART: Final = 0.05
-"""A window ends so long before the next read-out."""
+"""From the end of a window to the next read-out."""
 
 
 class WindowPlan:
     """One window per interval, fewer where they stall the job too long.
 
     Args:
-        max_stall_ratio: share of the job's time that windows may hold the interpreter lock.
+        max_stall_ratio: share of the job's time for which windows may hold the interpreter lock.
     """
 
     def __init__(self, max_stall_ratio: float) -> None:
@@ -91,7 +88,7 @@ class WindowPlan:
         Args:
             run_id: the same on all ranks, so that they choose the same moment.
             from_ns: of the read-out, nanoseconds since 1970.
-            to_ns: of the next one.
+            to_ns: of the next read-out.
         """
         length_ns = to_ns - from_ns
         place = phase(f"window of {run_id}", from_ns)
@@ -100,7 +97,7 @@ class WindowPlan:
         self.begin_ns = begin_ns if begin_ns >= self._rest_until_ns else None
 
     def due(self, now_ns: int) -> bool:
-        """Whether it is time; where a sending took so long that it is too late, none is due."""
+        """Whether it is time; a window that sending has made too late is given up."""
         if self.begin_ns is None or now_ns < self.begin_ns:
             return False
         if now_ns >= self._end_ns:
@@ -113,6 +110,6 @@ class WindowPlan:
         return max(self._end_ns - now_ns, 0) / _NS
 
     def done(self, now_ns: int, stall_seconds: float) -> None:
-        """It was recorded, and held the interpreter lock for so long."""
+        """Note that it was recorded, and for how long it held the interpreter lock."""
         self.begin_ns = None
         self._rest_until_ns = now_ns + int(stall_seconds / self._max_stall_ratio * _NS)

@@ -1,11 +1,11 @@
 """Profiles that wait on this machine until `gpumem-otel push` sends them.
 
-Plain gzipped pprofs, each a file that only this user may read, in a folder that is this user's
-alone; how many there are and how large they are together is bounded. The labels of the series
-that a profile goes to stand in its comments, so that any viewer of pprof opens it as well.
+Each is a gzipped pprof that only this user may read, in a folder of this user's; their number and
+total size are bounded. A profile's comments hold the labels of its series, so that the file opens
+in any viewer of pprof.
 
-A profile is written before it is sent: a process that is killed in between has lost nothing. While
-a file's name begins with `sending-` some process is at it; after two minutes it no longer is.
+A profile is written before it is sent, so that a process that is killed in between loses nothing.
+A name that begins with `sending-` means that a process is sending the file, for up to two minutes.
 """
 
 from __future__ import annotations
@@ -45,23 +45,20 @@ class _File:
 
     @property
     def is_free(self) -> bool:
-        """Nobody is sending it."""
+        """Whether no process is sending it."""
         return not self.name.startswith(_SENDING) or self.age_seconds > _SENDING_SECONDS
 
 
 def label_comments(labels: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    """Comments of a profile that say which series it belongs to."""
+    """Comments of a profile that name its series."""
     return tuple(f"{_LABEL}{name}={value}" for name, value in labels)
 
 
 def labels_of(comments: Sequence[str]) -> tuple[tuple[str, str], ...]:
     """The labels that `label_comments` wrote; () where it wrote none."""
-    found = []
-    for comment in comments:
-        name, equals, value = comment.removeprefix(_LABEL).partition("=")
-        if comment.startswith(_LABEL) and equals:
-            found.append((name, value))
-    return tuple(found)
+    texts = (text.removeprefix(_LABEL) for text in comments if text.startswith(_LABEL))
+    pairs = (text.partition("=") for text in texts)
+    return tuple((name, value) for name, equals, value in pairs if equals)
 
 
 class Spool:
@@ -69,12 +66,12 @@ class Spool:
 
     Args:
         folder: its path.
-        max_files: at most so many files.
-        max_bytes: at most so many bytes in all of them.
-        on_dropped: called for each that had to make room.
+        max_files: how many files it holds at most.
+        max_bytes: how many bytes they hold together at most.
+        on_dropped: called for each file that is deleted to make room.
 
     Raises:
-        SpoolError: by every method: the folder is not safe to use, or the file system refuses.
+        SpoolError: by every method, where the folder is not safe to use or the file system fails.
     """
 
     def __init__(
@@ -96,15 +93,15 @@ class Spool:
         Args:
             name: of the file, without its suffix.
             data: gzipped pprof.
-            sending: this process is about to send it: `delete` or `release` comes next.
+            sending: whether this process sends it next, and then calls `delete` or `release`.
 
         Returns:
             The file's name.
         """
         if len(data) > self._max_bytes:
             raise SpoolError(
-                f"{_WHAT} {self.folder} holds {self._max_bytes} bytes at most: "
-                f"a profile of {len(data)} was not kept"
+                f"{_WHAT} {self.folder} holds at most {self._max_bytes} bytes: "
+                f"a profile of {len(data)} bytes was not kept"
             )
         file_name = f"{_SENDING if sending else ''}{name}{SUFFIX}"
         with self._opened(make=True) as folder:
@@ -113,7 +110,7 @@ class Spool:
         return file_name
 
     def release(self, file_name: str) -> str:
-        """It could not be sent: leave the file to `gpumem-otel push`; its new name."""
+        """Leave a file that could not be sent to `gpumem-otel push`; returns its new name."""
         free_name = self.free_name(file_name)
         with contextlib.suppress(FileNotFoundError), self._opened() as folder:
             os.rename(file_name, free_name, src_dir_fd=folder, dst_dir_fd=folder)
@@ -121,16 +118,16 @@ class Spool:
 
     @staticmethod
     def free_name(file_name: str) -> str:
-        """What `release` calls a file."""
+        """The name that `release` gives a file."""
         return file_name.removeprefix(_SENDING)
 
     def delete(self, file_name: str) -> None:
-        """It was sent; one that is gone already is fine."""
+        """Delete a file that was sent, if it is still there."""
         with contextlib.suppress(FileNotFoundError), self._opened() as folder:
             os.unlink(file_name, dir_fd=folder)
 
     def waiting(self) -> list[str]:
-        """Names of the files that nobody is sending, the oldest first; [] without a folder."""
+        """Names of the files that no process is sending, the oldest first; [] without a folder."""
         try:
             with self._opened() as folder:
                 return [file.name for file in _files(folder) if file.is_free]
@@ -138,7 +135,7 @@ class Spool:
             return []
 
     def read(self, file_name: str) -> bytes:
-        """What a file holds."""
+        """The contents of a file."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with (
             self._opened() as folder,
@@ -169,8 +166,8 @@ class Spool:
 
 
 def _files(folder: int) -> list[_File]:
-    """Our files, the oldest first; what was half written an hour ago is deleted."""
-    found = []
+    """Our files, the oldest first; half-written files older than an hour are deleted."""
+    spooled = []
     now = time.time()
     for name in os.listdir(folder):
         if not name.endswith(SUFFIX):
@@ -183,9 +180,9 @@ def _files(folder: int) -> list[_File]:
         if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             continue
         if name.startswith("."):
-            if age > 3600:  # noqa: PLR2004 - of a process that was killed while it wrote
+            if age > 3600:  # noqa: PLR2004 - its process was killed while it wrote
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=folder)
             continue
-        found.append(_File(name, status.st_size, age))
-    return sorted(found, key=lambda file: (-file.age_seconds, file.name))
+        spooled.append(_File(name, status.st_size, age))
+    return sorted(spooled, key=lambda file: (-file.age_seconds, file.name))

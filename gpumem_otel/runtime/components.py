@@ -316,6 +316,7 @@ class Components:
 
     def start_pusher(self) -> None:
         """Read in the background at the configured cadence, and push if there is a server."""
+        from gpumem_otel.push.interfaces import PushDependencies
         from gpumem_otel.push.pusher import Pusher
 
         queries, reader, on_profiles = self.queries, self.reader, self._agent.on_profiles
@@ -323,9 +324,9 @@ class Components:
         if self._config.pyroscope.url:
             # without a sink read-outs still go on: for metrics, recordings and callbacks
             self._teardown.guard.run("push", lambda: sinks.append(self._make_sink()))
-        pusher = Pusher(
-            _ReaderOfPushes(self.reader, queries),
-            sinks[0] if sinks else None,
+        dependencies = PushDependencies(
+            reader=_ReaderOfPushes(self.reader, queries),
+            sink=sinks[0] if sinks else None,
             config=self._config.profiles,
             identity=queries.identity,
             status=self.source.status,
@@ -336,6 +337,7 @@ class Components:
             push_timeout_seconds=self._config.pyroscope.timeout_seconds,
             final_read=bool(sinks or on_profiles or self._config.record_path),
         )
+        pusher = Pusher(dependencies)
         queries.interval_seconds = lambda: pusher.interval_seconds
         tensors = tensors_of(self.source)
         if tensors is not None:
@@ -403,7 +405,7 @@ class _ReaderOfPushes:
     def __init__(self, reader: Any, queries: Queries) -> None:
         self.live = reader.live_now
         self.windowed = reader.windows.pushed
-        self.beside = queries.derived.make
+        self.derived = queries.derived.make
 
 
 def _for_notebooks(config: ServeConfig) -> ServeConfig:

@@ -1,4 +1,4 @@
-"""Bearer tokens of readers: compared in constant time, read again when their file changes."""
+"""TLS and bearer tokens of the listener, and files that are read again when they change."""
 
 from __future__ import annotations
 
@@ -23,30 +23,32 @@ if TYPE_CHECKING:
     from gpumem_otel.settings.config import ServeConfig
     from gpumem_otel.settings.parsers import Secret
 
-# The TLS context of the listener, checked when it is built rather than at the first client.
+_log = named_logger("gpumem_otel.serve")
+
+_T = TypeVar("_T")
 
 
 def server_context(config: ServeConfig | ControlConfig) -> ssl.SSLContext | None:
-    """The context that the config asks for, None for plain HTTP.
+    """The TLS context that the config asks for (1.2 and newer), None for plain HTTP.
 
-    TLS 1.2 and newer. With a client CA every client must show a certificate of it.
+    With a client CA every client must show a certificate of it.
 
     Raises:
         ServeError: a file is missing, unreadable, or does not fit the others.
     """
-    of = "control_" if isinstance(config, ControlConfig) else ""
+    prefix = "control_" if isinstance(config, ControlConfig) else ""
     if not config.tls_cert_file:
         for name in ("tls_key_file", "tls_client_ca_file"):
             if getattr(config, name):
                 raise ServeError(
-                    f"{of}{name} is set without {of}tls_cert_file: set both or neither"
+                    f"{prefix}{name} is set without {prefix}tls_cert_file: set both or neither"
                 )
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
         load_certificate(
-            context, config.tls_cert_file, config.tls_key_file, key_setting=f"{of}tls_key_file"
+            context, config.tls_cert_file, config.tls_key_file, key_setting=f"{prefix}tls_key_file"
         )
     except ConfigError as exc:
         raise ServeError(f"TLS certificate and key: {exc}") from exc
@@ -59,25 +61,18 @@ def server_context(config: ServeConfig | ControlConfig) -> ssl.SSLContext | None
     return context
 
 
-# A file whose contents count as they are now: read again when it changes, kept when it breaks.
-
-_log = named_logger("gpumem_otel.serve")
-
-_T = TypeVar("_T")
-
-
 class WatchedFile(Generic[_T]):
-    """What a file held when it could last be used.
+    """The value in a file: read again when the file changes, kept when it breaks.
 
     Args:
         path: of the file.
         what: its name in messages: `token file`.
-        stays: what a warning says of the value where the file has vanished or broken.
-        parse: makes the value; a ValueError says in one clause what is wrong.
-        most_bytes: a larger one can not be used.
+        stays: end of the warning about a vanished or broken file.
+        parse: makes the value; a ValueError gives the fault in one clause.
+        most_bytes: a larger file cannot be used.
 
     Raises:
-        ServeError: it can not be read, or not be used, at the start.
+        ServeError: it cannot be read or used at the start.
     """
 
     def __init__(
@@ -90,15 +85,15 @@ class WatchedFile(Generic[_T]):
         self._most_bytes = most_bytes
         self._warned = False
         try:
-            self._seen, self._value = self._read()
+            self._read_stamp, self._value = self._read()
         except ConfigError as exc:
             raise ServeError(f"{what} {exc}") from exc
 
     def value(self) -> _T:
-        """The value, after a look at whether the file has changed; warns once, never raises."""
+        """The value as the file has it now; warns once where it is unusable, never raises."""
         try:
-            if not self._seen or stamp(self._path) != self._seen:
-                self._seen, self._value = self._read()
+            if not self._read_stamp or stamp(self._path) != self._read_stamp:
+                self._read_stamp, self._value = self._read()
             self._warned = False
         except ConfigError as exc:
             if not self._warned:
@@ -107,21 +102,21 @@ class WatchedFile(Generic[_T]):
         return self._value
 
     def _read(self) -> tuple[tuple[int, ...], _T]:
-        seen = stamp(self._path)
+        before = stamp(self._path)
         data = contents(self._path, self._most_bytes)
         try:
-            return seen, self._parse(data)
+            return before, self._parse(data)
         except ValueError as exc:
             raise ConfigError(f"{self._path}: {exc}") from exc
 
 
 class Tokens:
-    """The tokens that open the listener: the configured one, the one in the file, or both.
+    """The tokens that the listener accepts: the configured one, the one in the file, or both.
 
-    A file that vanishes or empties later never opens the listener: the last token stays valid.
+    A file that vanishes or empties later does not open the listener: the last token stays valid.
 
     Raises:
-        ServeError: the token file can not be read or holds no token.
+        ServeError: the token file cannot be read or holds no token.
     """
 
     def __init__(self, token: Secret, token_file: str) -> None:
@@ -146,13 +141,11 @@ class Tokens:
         if not self.required:
             return True
         from_file = None if self._file is None else self._file.value()
-        scheme, _, shown = authorization.strip().partition(" ")
-        offered = shown.strip().encode("latin-1", "replace")
-        # Every comparison runs, whatever the earlier ones said.
+        scheme, _, credentials = authorization.strip().partition(" ")
+        offered = credentials.strip().encode("latin-1", "replace")
+        # A list: every comparison runs, whatever the result of the first.
         matches = [
-            hmac.compare_digest(token, offered)
-            for token in (self._fixed, from_file)
-            if token is not None
+            hmac.compare_digest(t, offered) for t in (self._fixed, from_file) if t is not None
         ]
         return scheme.lower() == "bearer" and any(matches)
 

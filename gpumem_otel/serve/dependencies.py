@@ -1,4 +1,4 @@
-"""What the handlers of the listener are given: functions that answer, without anything of HTTP."""
+"""The functions that give the listener's handlers their answers; they know nothing of HTTP."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ProfileCall: TypeAlias = "Callable[[ProfileKind, int | None, float | None, threa
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Health:
-    """Whether the exporter itself works; says nothing about the job.
+    """Whether the exporter itself works; not the state of the job.
 
     Attributes:
         ok: nothing is wrong.
-        reasons: one line for each thing that is.
-        ages: seconds since the last of something (`read`, `push`, ...), by name.
+        reasons: one line for each thing that is wrong.
+        ages: seconds since the last `read`, `push` and so on, by name.
     """
 
     ok: bool
@@ -33,13 +33,13 @@ class Health:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppDeps:
-    """Where the answers come from. Each is called on a thread of ours, never on the job's.
+    """Where the answers come from; each is called on a thread of ours, never on the job's.
 
     Attributes:
         metrics: value of the Accept header -> content type and body of the exposition.
-        profile: must return early once `stop` is set (the client went away, or the listener
-            stops), and may wait for its window until then. May raise CaptureError (answered 503),
-            ValueError or ConfigError (400).
+        profile: may wait for its window, but must return once `stop` is set: the client went
+            away, or the listener stops. May raise CaptureError (answered 503), ValueError or
+            ConfigError (400).
         health: state of the exporter.
         service_name: shown on the page with links and in file names.
         lines: Prometheus text of profiled lines, "" where there are none.

@@ -1,11 +1,11 @@
-"""Run files: one small JSON file per listening process, and Prometheus file_sd made of them.
+"""Run files: one JSON file per listening process, from which `gpumem-otel sd` makes file_sd.
 
-Control sockets lie beside them, named likewise.
+Control sockets are in the same directory and have names of the same form.
 
-The directory may lie in /tmp, where others can write: it must be ours, no symlink, and writable
-by nobody else, and nothing in it is followed or trusted beyond its form. It may be shared by
-containers and by machines: whether a process lives can be told only where it runs, so the name of
-a file says where that is, and only files of this place are ever deleted.
+The directory may be in /tmp, where others can write: it must be ours, not a symlink, and writable
+by us alone; no link in it is followed, and a file counts only if its form is right. It may be
+shared by containers and machines. Whether a process lives is known only where it runs, so names of
+files contain that place, and only files of this place are ever deleted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gpumem_otel.serve.guard import host_port
 from gpumem_otel.settings import files
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from gpumem_otel.base.profile import Identity
 
@@ -36,13 +36,16 @@ _NAME: Final = re.compile(
     r"\.(?P<kind>json|control-(?P<local_rank>\d{1,5})\.sock)"
 )
 
-_WHAT: Final = "run directory"
-
 _MAX_FILE_BYTES: Final = 64 * 1024
 
 _MAX_FILES: Final = 4096
 
 _ANY_ADDRESS: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  compared, not bound
+
+_OF_IDENTITY: Final = (
+    "service_name", "namespace", "rank", "local_rank", "world_size", "run_id", "node",
+)  # fmt: skip
+"""Fields that an entry takes from the identity of its process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +54,9 @@ class RunEntry:
 
     Attributes:
         start_ticks: start of the process in clock ticks since boot (/proc/PID/stat, field 22),
-            so that a recycled pid is told apart; 0 where there is no /proc.
-        pid_namespace: of the pid, as /proc says it: who runs in another one can not tell whether
-            the process lives.
-        boot_id: of the machine since it was started, proc(5); "" where there is no /proc.
+            which tells it from a later process of the same pid; 0 without /proc.
+        pid_namespace: of the pid; from another one it cannot be seen whether the process lives.
+        boot_id: of this start of the machine, proc(5); "" without /proc.
         machine: its network name, uname(2).
         host: bound address.
         version: of this package.
@@ -119,50 +121,39 @@ def entry_for(identity: Identity, address: tuple[str, int], scheme: str = "http"
         host=address[0],
         port=address[1],
         scheme=scheme,
-        service_name=identity.service_name,
-        namespace=identity.namespace,
-        rank=identity.rank,
-        local_rank=identity.local_rank,
-        world_size=identity.world_size,
-        run_id=identity.run_id,
-        node=identity.node,
         version=__version__,
+        **{name: getattr(identity, name) for name in _OF_IDENTITY},
     )
 
 
 def register(run_dir: str, entry: RunEntry) -> RunFile:
-    """Write the file of a process, at once or not at all; files of dead processes are dropped.
+    """Write the file of a process, whole or not at all; files of dead processes are deleted.
 
     Raises:
-        ServeError: the directory is not safe to use, or can not be written.
+        ServeError: the directory is not safe to use, or cannot be written.
     """
-    name = entry.file_name
     data = json.dumps(asdict(entry), sort_keys=True).encode() + b"\n"
-    try:
-        with _opened(run_dir, make=True) as folder:
-            _drop_dead(folder)
-            files.write_whole(folder, name, data)
-    except OSError as exc:
-        raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
-    return RunFile(run_dir, name)
+    with _named(run_dir), _opened(run_dir, make=True) as folder:
+        _drop_dead(folder)
+        files.write_whole(folder, entry.file_name, data)
+    return RunFile(run_dir, entry.file_name)
 
 
 def socket_name(local_rank: int) -> str:
     """The name of this process's control socket; no other living process has the same."""
     pid = os.getpid()
-    place = _place(_boot_id(), _machine(), _pid_namespace())
-    return f"{pid}-{_start_ticks(pid) or 0}-{place}.control-{local_rank}.sock"
+    return f"{pid}-{_start_ticks(pid) or 0}-{_this_place()}.control-{local_rank}.sock"
 
 
 def bind_socket(run_dir: str, name: str, listening: socket.socket, backlog: int) -> RunFile:
     """Bind a Unix socket of mode 0600, listen, and only then give it its name.
 
-    Bound through a descriptor of the directory: nobody can put another in its place, and its path
+    Bound through a descriptor of the directory: no other directory can take its place, and its path
     may be longer than the 108 bytes of an address, unix(7).
 
     Raises:
         ServeError: the directory is not safe to use.
-        OSError: it can not be written.
+        OSError: it cannot be written.
     """
     with _opened(run_dir, make=True) as folder:
         _drop_dead(folder)
@@ -185,43 +176,43 @@ def bind_socket(run_dir: str, name: str, listening: socket.socket, backlog: int)
 def control_sockets(run_dir: str) -> list[str]:
     """Paths of the control sockets of living processes, by local rank; dead ones are deleted.
 
-    One of another container counts while somebody listens there: its pid says nothing here. Root
-    may read the directory of another user.
+    One of another container counts while something listens there, since its pid means nothing
+    here. Root may read the directory of another user.
 
     Raises:
         ServeError: the directory is not safe to read.
     """
-    try:
-        with files.opened(run_dir, _WHAT, ServeError, root_sees_all=True) as folder:
-            here = _place(_boot_id(), _machine(), _pid_namespace())
-            names = [
-                name
-                for name in _drop_dead(folder)
-                if name.endswith(".sock")
-                and _is_socket(folder, name)
-                and (f"-{here}." in name or _listened(folder, name))
-            ]
-    except FileNotFoundError:
-        return []
-    except OSError as exc:
-        raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
+    names = []
+    with (
+        contextlib.suppress(FileNotFoundError),
+        _named(run_dir),
+        _opened(run_dir, root_sees_all=True) as folder,
+    ):
+        here = f"-{_this_place()}."
+        names = [
+            name
+            for name in _drop_dead(folder)
+            if name.endswith(".sock")
+            and _is_socket(folder, name)
+            and (here in name or _is_listening(folder, name))
+        ]
     return [str(Path(run_dir) / name) for name in sorted(names, key=_by_local_rank)]
 
 
 def _is_socket(folder: int, name: str) -> bool:
-    """No link to elsewhere: root would follow one that another user made."""
+    """Whether it is a socket itself: root would follow a link that another user made."""
     with contextlib.suppress(OSError):
         return stat.S_ISSOCK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode)
     return False
 
 
-def _listened(folder: int, name: str) -> bool:
-    """Whether somebody on this machine takes connections at a socket."""
+def _is_listening(folder: int, name: str) -> bool:
+    """Whether a process on this machine accepts connections at a socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
             probe.connect(f"/proc/self/fd/{folder}/{name}")
-        except BlockingIOError:  # more wait there than are taken
+        except BlockingIOError:  # its backlog is full
             return True
         except OSError:
             return False
@@ -236,79 +227,66 @@ def _by_local_rank(name: str) -> tuple[int, int]:
 def targets(run_dir: str) -> list[RunEntry]:
     """Every listening process that is alive, in a fixed order; files of dead ones are deleted.
 
-    Those of other containers and machines that share the directory are listed as long as their
-    files are there, if they can be reached from here.
+    Processes of other containers and machines that share the directory are listed while their
+    files exist, if they can be reached from here.
 
     Raises:
         ServeError: the directory is not safe to read.
     """
-    found = []
-    try:
-        with _opened(run_dir) as folder:
-            for name in _drop_dead(folder):
-                if not name.endswith(".json"):
-                    continue
-                entry = _read(folder, name)
-                if entry is not None and _reachable(entry):
-                    found.append(entry)
-    except FileNotFoundError:
-        return []
-    except OSError as exc:
-        raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
-    return sorted(found, key=lambda e: (e.service_name, e.namespace, e.run_id, e.rank, e.pid))
-
-
-def file_sd(run_dir: str) -> str:
-    """Prometheus file_sd JSON of the processes in a directory, see `as_file_sd`.
-
-    Raises:
-        ServeError: the directory is not safe to read.
-    """
-    return as_file_sd(targets(run_dir))
+    entries: list[RunEntry] = []
+    with contextlib.suppress(FileNotFoundError), _named(run_dir), _opened(run_dir) as folder:
+        names = [name for name in _drop_dead(folder) if name.endswith(".json")]
+        entries = [entry for name in names if (entry := _read(folder, name)) and _reachable(entry)]
+    return sorted(entries, key=lambda e: (e.service_name, e.namespace, e.run_id, e.rank, e.pid))
 
 
 def as_file_sd(entries: Iterable[RunEntry]) -> str:
     """Prometheus file_sd JSON, one group per process.
 
-    What is known about a process comes as `__meta_gpumem_*`, which Prometheus drops unless a
-    relabel rule keeps it: the labels of a series stay the scraper's business. `__scheme__` is set
-    for TLS. A process bound to all addresses is listed by its loopback address, or by the name of
-    the machine where that is another one.
+    The labels are `__meta_gpumem_*`, which Prometheus drops unless a relabel rule keeps them, so
+    the scraper decides on the labels of its series. `__scheme__` is set for TLS. A process bound
+    to all addresses is listed by its loopback address, on another machine by that machine's name.
 
     https://prometheus.io/docs/prometheus/latest/configuration/configuration/#file_sd_config
     """
     groups = []
     for entry in entries:
-        known = {
-            "service_name": entry.service_name,
-            "namespace": entry.namespace,
-            "run_id": entry.run_id,
-            "rank": str(entry.rank),
-            "local_rank": str(entry.local_rank),
-            "world_size": str(entry.world_size),
-            "node": entry.node,
-            "pid": str(entry.pid),
-        }
-        labels = {f"__meta_gpumem_{name}": value for name, value in known.items() if value}
+        values = {name: str(getattr(entry, name)) for name in (*_OF_IDENTITY, "pid")}
+        labels = {f"__meta_gpumem_{name}": value for name, value in values.items() if value}
         if entry.scheme != "http":
             labels["__scheme__"] = entry.scheme
         groups.append({"labels": labels, "targets": [entry.target]})
     return json.dumps(groups, indent=2, sort_keys=True) + "\n"
 
 
-def _opened(run_dir: str, *, make: bool = False) -> contextlib.AbstractContextManager[int]:
-    """A descriptor of the directory, after a look at what was really opened."""
-    return files.opened(run_dir, _WHAT, ServeError, make=make)
+def _opened(
+    run_dir: str, *, make: bool = False, root_sees_all: bool = False
+) -> contextlib.AbstractContextManager[int]:
+    """A descriptor of the directory, checked after it was opened."""
+    return files.opened(
+        run_dir, "run directory", ServeError, make=make, root_sees_all=root_sees_all
+    )
+
+
+@contextlib.contextmanager
+def _named(run_dir: str) -> Iterator[None]:
+    """Make an OSError a ServeError that names the directory; a missing one stays what it is."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except OSError as exc:
+        raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
 
 
 def _drop_dead(folder: int) -> list[str]:
-    """Delete the files of this place's dead; the names of the others, bounded in number.
+    """Delete the files of this place's dead processes; return the other names, bounded in number.
 
     In the directory of another user, which root may read, nothing is deleted.
     """
     living = []
     ours = os.fstat(folder).st_uid == os.geteuid()
-    here = _place(_boot_id(), _machine(), _pid_namespace())
+    here = _this_place()
     for name in sorted(os.listdir(folder)):
         match = _NAME.fullmatch(name)
         if match is None:
@@ -338,27 +316,26 @@ def _read(folder: int, name: str) -> RunEntry | None:
 
 
 def _entry(raw: dict[str, Any]) -> RunEntry | None:
-    """Values of the right type; unknown keys, of a newer version, are left out."""
-    known = {field.name: str(field.type) for field in fields(RunEntry)}
-    values = {name: value for name, value in raw.items() if name in known}
-    for name, value in values.items():
-        if type(value).__name__ != known[name]:
-            return None
+    """The entry, None where a value has the wrong type; keys of a newer version are ignored."""
+    types = {field.name: str(field.type) for field in fields(RunEntry)}
+    values = {name: value for name, value in raw.items() if name in types}
+    if any(type(value).__name__ != types[name] for name, value in values.items()):
+        return None
     try:
         entry = RunEntry(**values)
     except TypeError:
         return None
-    right = entry.port in range(1, 65536) and entry.scheme in {"http", "https"} and entry.host
-    return entry if right else None
+    valid = entry.port in range(1, 65536) and entry.scheme in {"http", "https"} and entry.host
+    return entry if valid else None
 
 
 def _alive(pid: int, start_ticks: int) -> bool:
-    if not os.path.isdir("/proc/self"):  # noqa: PTH112
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, 0)
-            return True
-        return False
-    return _start_ticks(pid) == start_ticks
+    if os.path.isdir("/proc/self"):  # noqa: PTH112
+        return _start_ticks(pid) == start_ticks
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 0)
+        return True
+    return False
 
 
 def _start_ticks(pid: int) -> int | None:
@@ -375,6 +352,10 @@ def _start_ticks(pid: int) -> int | None:
 def _place(boot_id: str, machine: str, pid_namespace: str) -> str:
     """Where a pid means one process, as eight hexadecimal digits."""
     return hashlib.sha256(f"{boot_id or machine} {pid_namespace}".encode()).hexdigest()[:8]
+
+
+def _this_place() -> str:
+    return _place(_boot_id(), _machine(), _pid_namespace())
 
 
 def _elsewhere(entry: RunEntry) -> bool:

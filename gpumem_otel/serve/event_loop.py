@@ -11,7 +11,6 @@ import ssl
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.base.logs import named_logger
@@ -21,72 +20,73 @@ from gpumem_otel.serve.protocol import protocol_factory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import TypeAlias
 
     from gpumem_otel.serve.guard import App
     from gpumem_otel.serve.protocol import LimitedProtocol
     from gpumem_otel.serve.threads import RequestThreads
 
+_log = named_logger("gpumem_otel.serve")
 
-# Connections beyond the maximum: told so in one answer that is ready beforehand, and closed.
-#
-# None has a thread, a parser or a buffer, and only a few are held for a moment, so that a flood of
-# them costs what it costs to accept them.
+MAX_CONNECTIONS: Final = 64
+"""Open at once, handshakes included; further ones are turned away by `Overflow`."""
 
-if TYPE_CHECKING:
-    Told: TypeAlias = Callable[[socket.socket, Any], None]
-    """(the connection, its address)."""
-
+HANDSHAKE_SECONDS: Final = 2.0
+"""For a TLS handshake; handshakes run in parallel."""
 
 LINGER_SECONDS: Final = 1.0
-"""For a client to take the answer and close."""
+"""For a client that was turned away to take the answer and close."""
 
 MAX_LEAVING: Final = 16
-"""Held at once until they have the answer; of further ones it may be lost."""
-
-_MAX_PIECES: Final = 32
-"""Of `_PIECE_BYTES`: as much as the largest request that is taken, head and body."""
+"""Clients held at once until they have that answer; further ones may lose it."""
 
 _PIECE_BYTES: Final = 4096
+_MAX_PIECES: Final = 32
+"""Read from such a client: as much as the largest request that is taken, head and body."""
 
+_CLOSE_SECONDS: Final = 1.0
+"""For a TLS client to agree to a close."""
 
-@dataclass(slots=True)
-class _Leaving:
-    """One that has its answer."""
+_FIRST_RETRY_SECONDS: Final = 0.25
+_LAST_RETRY_SECONDS: Final = 10.0
+_PAUSE_SECONDS: Final = 1.0
 
-    timer: asyncio.TimerHandle
-    pieces_left: int = _MAX_PIECES
+_NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 
 
 class Overflow:
-    """Owns the connections that are turned away; everything but `abandon` on the loop's thread.
+    """Connections beyond the maximum: each gets one prepared answer and is closed.
+
+    None has a thread, a parser or a buffer, and only a few are held for a moment, so that a flood
+    costs no more than accepting it. All methods but `abandon` belong to the thread of the loop.
 
     Args:
         loop: that watches them.
-        answer: bytes of the whole answer, which says that the connection is closed. b"" closes
-            without one. So it is over TLS: only a handshake would make it readable, and that costs
-            more than most requests, which is the very thing that a full listener must not spend on
-            whoever comes. A client takes the close for what it is, an error that may pass.
-        on_refused: told of each.
+        answer: the whole answer, which announces the close; b"" closes without one. So it is over
+            TLS, where only a handshake would make it readable, which costs more than most requests.
+        on_refused: called with each connection and its address.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, answer: bytes, on_refused: Told) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        answer: bytes,
+        on_refused: Callable[[socket.socket, Any], None],
+    ) -> None:
         self._loop = loop
         self._answer = answer
         self._on_refused = on_refused
-        self._leaving: dict[socket.socket, _Leaving] = {}
+        self._leaving: dict[socket.socket, asyncio.TimerHandle] = {}
 
     def refuse(self, client: socket.socket, address: Any) -> None:
-        """Answer one connection that was accepted just now; it is closed a moment later."""
+        """Answer one connection that was just accepted; it is closed a moment later."""
         with contextlib.suppress(Exception):  # a log's handlers and filters are the job's
             self._on_refused(client, address)
-        if not self._tell(client) or len(self._leaving) >= MAX_LEAVING:
+        if not self._send_answer(client) or len(self._leaving) >= MAX_LEAVING:
             client.close()
             return
-        # Closed with something unread it would be reset, and the answer lost on its way.
-        timer = self._loop.call_later(LINGER_SECONDS, self._drop, client)
-        self._leaving[client] = _Leaving(timer)
-        self._loop.add_reader(client, self._discard, client)
+        # Closed while something is unread it would be reset, and the answer lost on its way.
+        self._leaving[client] = self._loop.call_later(LINGER_SECONDS, self._drop, client)
+        self._loop.add_reader(client, self._discard, client, _MAX_PIECES)
 
     def close(self) -> None:
         """Close what is left."""
@@ -98,55 +98,32 @@ class Overflow:
         for client in list(self._leaving):
             client.close()
 
-    def _tell(self, client: socket.socket) -> bool:
+    def _send_answer(self, client: socket.socket) -> bool:
         """Whether the answer is on its way: it fits the empty buffer of a new connection."""
-        if not self._answer:
-            return False
         try:
             client.setblocking(False)
-            client.send(self._answer)
-            client.shutdown(socket.SHUT_WR)
+            if self._answer:
+                client.send(self._answer)
+                client.shutdown(socket.SHUT_WR)
         except OSError:
             return False
-        return True
+        return bool(self._answer)
 
-    def _discard(self, client: socket.socket) -> None:
-        """Read on until it closes too."""
-        leaving = self._leaving[client]
-        leaving.pieces_left -= 1
-        ended = leaving.pieces_left <= 0
-        with contextlib.suppress(BlockingIOError):
-            try:
-                ended = not client.recv(_PIECE_BYTES) or ended
-            except ConnectionError:
-                ended = True
-        if ended:
+    def _discard(self, client: socket.socket, pieces_left: int) -> None:
+        """Read on until the client closes too."""
+        try:
+            ended = not client.recv(_PIECE_BYTES)
+        except OSError as error:
+            ended = not isinstance(error, BlockingIOError)
+        if ended or pieces_left <= 1:
             self._drop(client)
+        else:
+            self._loop.add_reader(client, self._discard, client, pieces_left - 1)
 
     def _drop(self, client: socket.socket) -> None:
-        self._leaving.pop(client).timer.cancel()
+        self._leaving.pop(client).cancel()
         self._loop.remove_reader(client)
         client.close()
-
-
-_log = named_logger("gpumem_otel.serve")
-
-MAX_CONNECTIONS: Final = 64
-"""Open at once, handshakes included; the next is turned away, see `overflow`."""
-
-HANDSHAKE_SECONDS: Final = 2.0
-"""For a TLS handshake; handshakes run side by side."""
-
-_CLOSE_SECONDS: Final = 1.0
-"""For a TLS client to agree to a close."""
-
-_FIRST_RETRY_SECONDS: Final = 0.25
-
-_LAST_RETRY_SECONDS: Final = 10.0
-
-_NO_DESCRIPTORS: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-
-_PAUSE_SECONDS: Final = 1.0
 
 
 class ListenerLoop:
@@ -184,8 +161,7 @@ class ListenerLoop:
         self._connect = protocol_factory(app, self._loop, on_cut)
         self._stopping = asyncio.Event()
         self._socket: socket.socket | None = None
-        self._clients: set[socket.socket] = set()
-        self._protocols: set[LimitedProtocol] = set()
+        self._clients: dict[socket.socket, LimitedProtocol | None] = {}
         self._handshakes: set[asyncio.Task[None]] = set()
         self._left: list[Any] = []
         self._thread = threading.Thread(target=self._run, name="gpumem-otel-listener", daemon=True)
@@ -195,7 +171,7 @@ class ListenerLoop:
         """Start the thread.
 
         Raises:
-            RuntimeError: the process can not have another thread.
+            RuntimeError: the process cannot have another thread.
         """
         try:
             self._thread.start()
@@ -204,7 +180,7 @@ class ListenerLoop:
             raise
 
     def stop(self, deadline: float) -> None:
-        """Close everything and wait for the threads until a moment of `time.monotonic()`."""
+        """Close everything; wait for the threads until `deadline` of `time.monotonic()`."""
         self._workers.stop()
         with contextlib.suppress(RuntimeError):  # the loop has ended by itself
             self._loop.call_soon_threadsafe(self._stopping.set)
@@ -213,7 +189,7 @@ class ListenerLoop:
             self._workers.join(deadline)
 
     def abandon(self) -> None:
-        """In a forked child: close the inherited descriptors without a word to the loop.
+        """In a forked child: close the inherited descriptors and leave the loop alone.
 
         The epoll instance is shared with the parent: unregistering anything here would stop the
         parent from serving it. Closing our descriptor of it changes nothing there.
@@ -282,14 +258,14 @@ class ListenerLoop:
                 client, address = listening.accept()
             except OSError as exc:
                 if exc.errno in _NO_DESCRIPTORS:
-                    # The job has used up its descriptors: stand back instead of spinning.
+                    # The job has used up its descriptors: pause instead of spinning.
                     self._loop.remove_reader(listening)
                     self._loop.call_later(_PAUSE_SECONDS, self._accept_again, listening)
                 return
             if len(self._clients) >= MAX_CONNECTIONS:
                 self._overflow.refuse(client, address)
                 continue
-            self._clients.add(client)
+            self._clients[client] = None
             client.setblocking(False)
             task = self._loop.create_task(self._admit(client, address))
             self._handshakes.add(task)
@@ -306,17 +282,12 @@ class ListenerLoop:
             limits = {"ssl": self._tls, "ssl_handshake_timeout": HANDSHAKE_SECONDS}
             if sys.version_info >= (3, 11):
                 limits["ssl_shutdown_timeout"] = _CLOSE_SECONDS
-        protocol: LimitedProtocol | None = None
 
         def lost() -> None:
-            self._clients.discard(client)
-            if protocol is not None:
-                self._protocols.discard(protocol)
+            self._clients.pop(client, None)
 
         def connected() -> LimitedProtocol:
-            nonlocal protocol
-            protocol = self._connect(lost)
-            self._protocols.add(protocol)
+            self._clients[client] = protocol = self._connect(lost)
             return protocol
 
         try:
@@ -325,11 +296,10 @@ class ListenerLoop:
             lost()
             # asyncio closes it in the next round of the loop, unless it never took it over.
             self._loop.call_soon(client.close)
-            # No word of one that only left: that is what probes of load balancers do.
+            # One that only left is not reported: probes of load balancers do that.
             if isinstance(exc, (ssl.SSLError, ConnectionAbortedError)):
                 reason = getattr(exc, "reason", None) or "the handshake did not end in time"
-                said = f"TLS: {reason.replace('_', ' ').lower()}"
-                self._on_cut(origin_of(Peer(), address), said)
+                self._on_cut(origin_of(Peer(), address), f"TLS: {reason.replace('_', ' ').lower()}")
             if not isinstance(exc, Exception):
                 raise
 
@@ -337,8 +307,8 @@ class ListenerLoop:
         self._overflow.close()
         for task in list(self._handshakes):
             task.cancel()
-        for protocol in list(self._protocols):
-            if protocol.transport is not None:
+        for protocol in list(self._clients.values()):
+            if protocol is not None and protocol.transport is not None:
                 protocol.transport.abort()
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         # Transports report their end a few rounds later; requests wake up when they do.
@@ -353,5 +323,5 @@ class ListenerLoop:
 
 
 def _quiet(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """What clients do to their connections is no news for the job's log."""
+    """Keep what clients do to their connections out of the job's log."""
     _log.debug("%s", context.get("message"), exc_info=context.get("exception"))

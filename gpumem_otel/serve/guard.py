@@ -1,6 +1,6 @@
-"""What every request passes before a handler sees it: count, Host, token, body.
+"""The checks that every request passes before a handler sees it: number, Host, token, body.
 
-Pure ASGI, so that it also holds for paths that no route has.
+Pure ASGI, so that they also hold for paths that no route has.
 """
 
 from __future__ import annotations
@@ -23,10 +23,39 @@ if TYPE_CHECKING:
     from gpumem_otel.serve.auth import Tokens
     from gpumem_otel.serve.threads import RequestThreads
 
-# Which Host headers are ours.
-#
-# A page in somebody's browser can point a name of its own at 127.0.0.1 and read what answers there
-# (DNS rebinding). The browser then sends that foreign name as Host, so it is refused.
+    Message: TypeAlias = MutableMapping[str, Any]
+    Scope: TypeAlias = MutableMapping[str, Any]
+    Receive: TypeAlias = Callable[[], Awaitable[Message]]
+    Send: TypeAlias = Callable[[Message], Awaitable[None]]
+    App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_log = named_logger("gpumem_otel.serve")
+
+MAX_REQUESTS: Final = 16
+"""Requests under way at once; the next is answered 503."""
+
+MAX_BODY_BYTES: Final = 4096
+"""No route reads a body, but some clients send a small one."""
+
+CHALLENGE: Final = (b"www-authenticate", b'Bearer realm="gpumem-otel"')
+
+CLOSE: Final = (b"connection", b"close")
+
+ALWAYS: Final = (
+    (b"cache-control", b"no-store"),
+    (b"x-content-type-options", b"nosniff"),
+)
+"""Headers of every answer."""
+
+Refusal: TypeAlias = "tuple[int, str, tuple[tuple[bytes, bytes], ...]]"
+"""Status, one line, further headers."""
+
+_LENGTH_DIGITS: Final = 12
+
+_RESOLVE_SECONDS: Final = 2.0
+
+# Host headers. A page in a browser can point a name of its own at 127.0.0.1 and read what answers
+# there (DNS rebinding). The browser then sends that foreign name as Host, so it is refused.
 
 _NAME_AND_PORT = re.compile(r"(?:\[(?P<v6>[0-9a-f:.%]+)\]|(?P<name>[^\[\]:/@?#\s]+))(?::\d{0,5})?")
 
@@ -37,9 +66,7 @@ def host_name(header: str) -> str:
     Lower case, without port, brackets and final dot; an IPv4 address inside IPv6 as IPv4.
     """
     match = _NAME_AND_PORT.fullmatch(header.strip().lower())
-    if match is None:
-        return ""
-    return _one_spelling(match["v6"] or match["name"])
+    return "" if match is None else _one_spelling(match["v6"] or match["name"])
 
 
 def _one_spelling(name: str) -> str:
@@ -55,36 +82,31 @@ def _one_spelling(name: str) -> str:
 def machine_names() -> frozenset[str]:
     """Host name, full name and addresses of this machine; asks the resolver, so it may block."""
     name = socket.gethostname()
-    found = {name}
+    names = {name}
     try:
         # Bytes, since str would import the idna codec on a thread of ours.
-        answers = socket.getaddrinfo(
+        entries = socket.getaddrinfo(
             name.encode("ascii", "ignore"), None, type=socket.SOCK_STREAM, flags=socket.AI_CANONNAME
         )
     except OSError:
-        answers = []
-    for _, _, _, canonical, address in answers:
-        found.update((canonical, str(address[0])))
-    return frozenset(filter(None, map(_one_spelling, found)))
+        entries = []
+    for _, _, _, canonical, address in entries:
+        names.update((canonical, str(address[0])))
+    return frozenset(filter(None, map(_one_spelling, names)))
 
 
 class HostNames:
-    """The names known at once: loopback, the bound address, this machine, those configured.
+    """The names that a request may call us by: loopback, bound address, machine, configured ones.
 
-    What only the resolver knows (`machine_names`) is added by `learn`.
+    `learn` adds what only the resolver knows (`machine_names`).
     """
 
     def __init__(self, bound: str, allowed: tuple[str, ...]) -> None:
         configured = {host_name(entry) or _one_spelling(entry) for entry in allowed}
+        own = {"localhost", _one_spelling(bound), _one_spelling(socket.gethostname())}
         self.any = "*" in allowed
         self.learned = False
-        self._names = frozenset(
-            filter(
-                None,
-                {"localhost", _one_spelling(bound), _one_spelling(socket.gethostname())}
-                | configured,
-            )
-        )
+        self._names = frozenset(filter(None, own | configured))
 
     def learn(self, names: frozenset[str]) -> None:
         """Add the names that had to be looked up."""
@@ -96,8 +118,8 @@ class HostNames:
 
         Args:
             name: as `host_name` gave it.
-            connected_to: local address of the connection: in a pod that binds 0.0.0.0 nobody
-                else knows the pod's address.
+            connected_to: local address of the connection; a pod that binds 0.0.0.0 learns its
+                own address from nothing else.
         """
         if self.any:
             return True
@@ -116,48 +138,14 @@ def host_port(host: str, port: object) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-if TYPE_CHECKING:
-    Message: TypeAlias = MutableMapping[str, Any]
-    Scope: TypeAlias = MutableMapping[str, Any]
-    Receive: TypeAlias = Callable[[], Awaitable[Message]]
-    Send: TypeAlias = Callable[[Message], Awaitable[None]]
-    App: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-
-_log = named_logger("gpumem_otel.serve")
-
-MAX_REQUESTS: Final = 16
-"""Requests at work at once; the next is answered 503."""
-
-MAX_BODY_BYTES: Final = 4096
-"""No route reads a body; some clients send a small one all the same."""
-
-CHALLENGE: Final = (b"www-authenticate", b'Bearer realm="gpumem-otel"')
-
-CLOSE: Final = (b"connection", b"close")
-
-Refusal: TypeAlias = "tuple[int, str, tuple[tuple[bytes, bytes], ...]]"
-"""Status, one line, further headers."""
-
-_LENGTH_DIGITS: Final = 12
-
-_RESOLVE_SECONDS: Final = 2.0
-
-ALWAYS: Final = (
-    (b"cache-control", b"no-store"),
-    (b"x-content-type-options", b"nosniff"),
-)
-"""Headers of every answer."""
-
-
 class RequestGuard:
-    """ASGI middleware of a listener; the read listener's, whose parts another may replace."""
+    """ASGI middleware of the read listener; the control listener's guard replaces some steps."""
 
     stage = "scrape"
     """Where failures are counted."""
 
     hosts_variable = "GPUMEM_OTEL_ALLOWED_HOSTS"
-    """What adds names to those that are served."""
+    """The variable that allows further names."""
 
     def __init__(
         self,
@@ -194,12 +182,11 @@ class RequestGuard:
         self._running += 1
         try:
             refusal = await self._refusal(scope)
-            if refusal is not None:
-                await self._answer(send_on, scope, *refusal)
-            else:
+            if refusal is None:
                 await self._app(scope, receive, send_on)
-        except StoppedError as exc:
-            # whoever asks again while the process ends: no failure, and no word of it on its stderr
+            else:
+                await self._answer(send_on, scope, *refusal)
+        except StoppedError as exc:  # the process ends: no failure, and nothing to log
             if not started:
                 await self._answer(send_on, scope, 503, str(exc), ())
         except Exception as exc:
@@ -214,18 +201,17 @@ class RequestGuard:
         if self._running > MAX_REQUESTS:
             return 503, "too many requests at once", ((b"retry-after", b"1"),)
         host = headers.get(b"host")
-        # Only HTTP/1.0 goes without a Host, and no browser speaks it.
+        # Only HTTP/1.0 comes without a Host, and no browser uses it.
         if host is not None and not await self._allows(host.decode("latin-1"), scope):
             line = f"this Host is not served here: {self.hosts_variable} lists further ones"
             return 421, line, ()
         return self._authorize(scope, headers) or self._body_refusal(headers)
 
-    def _authorize(self, scope: Scope, headers: dict[bytes, bytes]) -> Refusal | None:
-        del scope
+    def _authorize(self, _scope: Scope, headers: dict[bytes, bytes]) -> Refusal | None:
         authorization = headers.get(b"authorization", b"").decode("latin-1")
-        if self._tokens is not None and not self._tokens.accept(authorization):
-            return 401, "a bearer token is needed", (CHALLENGE,)
-        return None
+        if self._tokens is None or self._tokens.accept(authorization):
+            return None
+        return 401, "a bearer token is needed", (CHALLENGE,)
 
     def _body_refusal(self, headers: dict[bytes, bytes]) -> Refusal | None:
         if b"transfer-encoding" in headers or body_length(headers) > MAX_BODY_BYTES:
@@ -233,17 +219,14 @@ class RequestGuard:
         return None
 
     async def _allows(self, header: str, scope: Scope) -> bool:
-        server = scope.get("server") or ("", None)
+        connected_to = (scope.get("server") or ("",))[0]
         name = host_name(header)
-        if self._hosts.allows(name, server[0]):
-            return True
-        if not name or self._hosts.learned:
-            return False
-        await self._learn()
-        return self._hosts.allows(name, server[0])
+        if name and not self._hosts.learned and not self._hosts.allows(name, connected_to):
+            await self._learn()
+        return self._hosts.allows(name, connected_to)
 
     async def _learn(self) -> None:
-        """Ask the resolver, once, who this machine is; a slow one is not waited for."""
+        """Ask the resolver for our names, once; a slow one is not waited for."""
         if self._resolving is None:
             self._resolving = self._workers.start(machine_names)
         await asyncio.wait({self._resolving}, timeout=_RESOLVE_SECONDS)
@@ -259,23 +242,14 @@ class RequestGuard:
         extra: tuple[tuple[bytes, bytes], ...],
     ) -> None:
         kind, body = self._render(status, line)
-        await send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [
-                    (b"content-type", kind),
-                    (b"content-length", str(len(body)).encode()),
-                    *extra,
-                ],
-            }
-        )
-        shown = b"" if scope["method"] == "HEAD" else body
-        await send({"type": "http.response.body", "body": shown})
+        length = str(len(body)).encode()
+        headers = [(b"content-type", kind), (b"content-length", length), *extra]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        sent = b"" if scope["method"] == "HEAD" else body
+        await send({"type": "http.response.body", "body": sent})
 
-    def _render(self, status: int, line: str) -> tuple[bytes, bytes]:
+    def _render(self, _status: int, line: str) -> tuple[bytes, bytes]:
         """Content type and body of an error."""
-        del status
         return b"text/plain; charset=utf-8", f"{line}\n".encode()
 
     def _failed(self, exc: Exception) -> None:
@@ -287,7 +261,7 @@ class RequestGuard:
 
 
 def body_length(headers: dict[bytes, bytes]) -> int:
-    """What Content-Length says; where it is no number, or a long one, more than any limit."""
+    """Content-Length; more than any limit where it is no number, or a long one."""
     value = headers.get(b"content-length", b"0").strip()
     short = value.isdigit() and len(value) <= _LENGTH_DIGITS
     return int(value) if short else sys.maxsize

@@ -1,11 +1,10 @@
-"""The listener: one daemon thread with an event loop, and the only listening socket.
+"""The read listener: one daemon thread with an event loop that owns the port and connections.
 
-A shell around the app: it owns the port, the connections and their limits, and gives all of it
-back. uvicorn's `Server` is not used, only its HTTP protocol: it would poll ten times a second,
-exit the process when the port is taken, and allow a TLS handshake a minute.
+Of uvicorn only the HTTP protocol is used: its `Server` would poll ten times a second, exit the
+process when the port is taken, and allow a TLS handshake a minute.
 
-Nothing here delays the end of the job: daemon threads only, and no executor of asyncio's (host
-names are resolved by hand, since `create_server` would use it).
+Nothing here delays the end of the job: only daemon threads, and not asyncio's executor, which
+`create_server` would use to resolve host names.
 """
 
 from __future__ import annotations
@@ -31,13 +30,11 @@ if TYPE_CHECKING:
     from gpumem_otel.serve.event_loop import ListenerLoop
     from gpumem_otel.settings.config import ServeConfig
 
-# The life of a listener: started, bound, stopped, and dropped in a forked child.
-
 _log = named_logger("gpumem_otel.serve")
 
 
 class ListenerLife:
-    """Owns one `ListenerLoop` at a time; what it serves and where is the subclass's.
+    """Starts, stops and forks one `ListenerLoop` at a time; the subclass defines what it serves.
 
     Attributes:
         bound: set while the address is held.
@@ -70,7 +67,7 @@ class ListenerLife:
         locks that a forked child then inherits.
 
         Raises:
-            ServeError: uvicorn or starlette can not be imported, or no thread be started.
+            ServeError: uvicorn or starlette cannot be imported, or no thread be started.
         """
         with self._lock:
             if self._loop is not None:
@@ -80,18 +77,18 @@ class ListenerLife:
                 self._loop.start()
             except Exception as exc:
                 self._loop = None
-                raise ServeError(f"{self.what} can not be started: {exc}") from exc
+                raise ServeError(f"{self.what} cannot be started: {exc}") from exc
 
     def _build(self) -> ListenerLoop:
         """A loop that is not started yet."""
         raise NotImplementedError
 
     def _register(self, loop: ListenerLoop) -> None:
-        """It is bound: let others find it. From the thread of the loop; must not raise."""
+        """Let others find what is bound. From the thread of the loop; must not raise."""
         raise NotImplementedError
 
     def _where(self) -> str:
-        """What is listened on, for messages."""
+        """The address, for messages."""
         raise NotImplementedError
 
     def stop(self, timeout: float = 1.0) -> None:
@@ -115,7 +112,7 @@ class ListenerLife:
         """In a forked child: close the inherited descriptors, leave the parent's loop alone.
 
         A child that outlives its parent would otherwise hold the port. Safe at any moment, also
-        where the parent held a lock; afterwards the listener is as if never started.
+        where the parent held a lock; the listener can then be started again.
         """
         loop, self._loop = self._loop, None
         self._lock = threading.Lock()
@@ -137,7 +134,7 @@ class ListenerLife:
         """From the thread of the loop, at each attempt that failed."""
         self.last_error = exc.with_traceback(None)
         self._failed(
-            "listen", f"can not listen on {self._where()} ({exc}): trying again until it is free"
+            "listen", f"cannot listen on {self._where()} ({exc}): trying again until it is free"
         )
 
     def _failed(self, kind: str, message: str) -> None:
@@ -166,17 +163,17 @@ class Listener(ListenerLife):
         counters: Counters | None = None,
         identity: Callable[[], Identity] | None = None,
     ) -> None:
-        """Check everything that can be checked without a socket.
+        """Check all settings that need no socket.
 
         Args:
             deps: where the answers come from.
             config: address, tokens, TLS, run directory.
             local_rank: added to the port.
             counters: where failures are counted.
-            identity: who this process is, for its run file; without it none is written.
+            identity: of this process, for its run file; without it none is written.
 
         Raises:
-            ServeError: a port that does not exist, a token or TLS file that can not be used.
+            ServeError: a port that does not exist, a token or TLS file that cannot be used.
         """
         super().__init__(counters)
         self._deps = deps
@@ -184,10 +181,10 @@ class Listener(ListenerLife):
         self._port = config.port + local_rank if config.port else 0
         if not 0 <= self._port <= _MAX_PORT:
             raise ServeError(
-                f"port {config.port} + local rank {local_rank} is no port: take a lower base port"
+                f"port {config.port} + local rank {local_rank} is not a port: set a lower base port"
             )
         if not config.host:
-            raise ServeError("host is empty: give 127.0.0.1, or 0.0.0.0 for all addresses")
+            raise ServeError("host is empty: set 127.0.0.1, or 0.0.0.0 for all addresses")
         self._tls = server_context(config)
         self._tokens = Tokens(config.token, config.token_file)
         self._identity = identity

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, as the kernel or TLS vouches for it."""
+"""Who is at the other end of a connection, as the kernel or TLS reports it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _UCRED: Final = "3i"
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One end of a connection; None where that is not known of it.
+    """The other end of a connection; None where something is not known.
 
     Attributes:
-        uid: of a process at the other end of a Unix socket.
-        pid: likewise; 0 where it is in another pid namespace.
+        uid: of the process at the other end of a Unix socket.
+        pid: of that process; 0 where it is in another pid namespace.
         common_name: of a client certificate that our CA signed; "" where it has none.
     """
 
@@ -34,13 +34,13 @@ def peer_of(transport: asyncio.BaseTransport) -> Peer:
     sock = transport.get_extra_info("socket")
     if sock is not None and sock.family == socket.AF_UNIX:
         return process_of(sock)
-    # Empty where no certificate was asked for, so that nobody vouches for it.
+    # Empty where no certificate was asked for, and so none was checked.
     certificate = transport.get_extra_info("peercert")
     return Peer(common_name=_common_name(certificate)) if certificate else Peer()
 
 
 def process_of(sock: Any) -> Peer:
-    """The process at the other end of a Unix socket, nobody of any other; never raises."""
+    """The process at the other end of a Unix socket, unknown of any other; never raises."""
     if sock.family != socket.AF_UNIX:
         return Peer()
     size = struct.calcsize(_UCRED)
@@ -53,19 +53,14 @@ def process_of(sock: Any) -> Peer:
 
 
 def origin_of(peer: Peer, address: tuple[Any, ...] | None) -> str:
-    """Where a connection comes from, as far as the kernel knows it, for logs.
-
-    Args:
-        peer: who is there.
-        address: host and port of a TCP connection.
-    """
+    """Where a connection comes from, for logs; `address` is that of a TCP connection."""
     if peer.uid is not None:
         return f"pid {peer.pid}"
     return f"{address[0]} port {address[1]}" if address else "unknown"
 
 
 def _common_name(certificate: dict[str, Any]) -> str:
-    """Of the subject, as `ssl.SSLSocket.getpeercert` gives it; the last one counts."""
+    """The last common name of the subject, as `ssl.SSLSocket.getpeercert` gives it."""
     names = [
         value
         for part in certificate.get("subject", ())

@@ -27,16 +27,16 @@ IDLE_SECONDS: Final = 5
 """A kept-alive connection without a request is closed after this."""
 
 REQUEST_SECONDS: Final = 5.0
-"""From the first byte (or the connection) to the last byte of a request."""
+"""From the connection, or the first byte, to the last byte of a request."""
 
 DRAIN_SECONDS: Final = 10.0
-"""What a client has to take an answer, of a stream each part, or to agree to a close."""
+"""For a client to take an answer (of a stream each part), or to agree to a close."""
 
 MAX_HEADER_BYTES: Final = 16 * 1024
 """Request line and headers together; more is answered 400."""
 
 _SILENT: Final = logging.Logger("gpumem_otel.http", logging.CRITICAL + 1)  # noqa: LOG001
-"""What clients do wrong is no news for the job's log, and `uvicorn.error` may be the job's own."""
+"""Keeps faults of clients out of the job's log; `uvicorn.error` may be the job's own."""
 
 
 class LimitedProtocol(H11Protocol):
@@ -73,27 +73,29 @@ class LimitedProtocol(H11Protocol):
         self._on_lost()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of a request, perhaps not all of them."""
+        """Bytes of a request have come, perhaps not all of them."""
         super().data_received(data)
         self._watch()
 
     def on_response_complete(self) -> None:
-        """The answer is written, perhaps not yet taken."""
+        """The answer is written, but perhaps not yet taken."""
         super().on_response_complete()
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """What came is no HTTP."""
+        """What came is not HTTP."""
+        if self.cycle is not None:
+            self.cycle.disconnected = True  # a bad chunk: this is the answer, no other can follow
         super().send_400_response(msg)
-        self._say("it is no HTTP, or its head is too long")
+        self._report("it is no HTTP, or its head is too long")
 
     def pause_writing(self) -> None:
-        """The client takes an answer more slowly than it is written; one part of many, perhaps."""
+        """The client takes an answer, or a part of it, more slowly than it is written."""
         super().pause_writing()
         self._watch()
 
     def resume_writing(self) -> None:
-        """It has taken nearly all of that: a stream that goes on has all the time again."""
+        """It has taken nearly all of that: the next part of a stream has the whole time again."""
         super().resume_writing()
         self._arm("", 0)
         self._watch()
@@ -110,19 +112,15 @@ class LimitedProtocol(H11Protocol):
         if self.transport.is_closing():
             self._arm("close", DRAIN_SECONDS)
         elif self.transport.get_write_buffer_size():
-            # Before all else: who asks again without reading waits for ever in uvicorn's drain().
+            # First: a client that asks again without reading waits for ever in uvicorn's drain().
             self._arm("reader", DRAIN_SECONDS)
-        elif body_missing:
-            self._arm("request", REQUEST_SECONDS)
-        elif answering:
-            self._arm("", 0)
-        elif self.conn.trailing_data[0]:
+        elif body_missing or (self.conn.trailing_data[0] and not answering):
             self._arm("request", REQUEST_SECONDS)
         else:
-            self._arm("", 0)  # between two requests: the keep-alive timer runs
+            self._arm("", 0)  # we answer, or uvicorn's keep-alive timer runs
 
     def _arm(self, waits_for: str, seconds: float) -> None:
-        # A wait that already runs goes on: a client that drips bytes gains nothing.
+        # A wait that already runs goes on: a client that sends single bytes gains nothing.
         if waits_for == self._waits_for:
             return
         if self._timer is not None:
@@ -133,31 +131,30 @@ class LimitedProtocol(H11Protocol):
             self._timer = self.loop.call_later(seconds, self._expired)
 
     def _expired(self) -> None:
-        taken = self._waits_for == "reader" and not self.transport.get_write_buffer_size()
         waited_for, self._waits_for, self._timer = self._waits_for, "", None
-        if taken:
-            self._watch()
+        if waited_for == "reader" and not self.transport.get_write_buffer_size():
+            self._watch()  # the answer was taken meanwhile
             return
         if waited_for == "request":
-            self._say("the request did not come in time")
+            self._report("the request did not come in time")
         self.transport.abort()
 
-    def _say(self, reason: str) -> None:
+    def _report(self, reason: str) -> None:
         self._on_cut(origin_of(self._peer, self.client), reason)
 
 
 def protocol_factory(
     app: Any, loop: asyncio.AbstractEventLoop, on_cut: OnCut
 ) -> Callable[[Callable[[], None]], LimitedProtocol]:
-    """What makes the protocol of each connection, given who to tell when it is lost.
+    """Makes the protocol of each connection, given what to call when it is lost.
+
+    By default uvicorn's Config configures logging, reads the environment and trusts forwarded
+    addresses. Here it does none of that, since the job may run a uvicorn of its own.
 
     Args:
         app: ASGI.
         loop: that serves it.
-        on_cut: told of each connection that never comes to a whole request.
-
-    uvicorn's Config configures logging, reads the environment and trusts forwarded addresses by
-    default; here it does none of that, since the job may run a uvicorn of its own.
+        on_cut: called for each connection that never comes to a whole request.
     """
     config = Config(
         app,

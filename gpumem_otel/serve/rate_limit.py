@@ -1,4 +1,4 @@
-"""Token buckets: so many at once, so many a second."""
+"""Token buckets: a number at once, and a number a second."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ _MAX_KEYS: Final = 256
 
 
 class Buckets:
-    """One bucket per key, bounded in number.
-
-    The one longest unused is forgotten: it is full again by then, or its owner has many names.
+    """One bucket per key, bounded in number: the one longest unused is forgotten.
 
     Args:
         burst: how many at once.
@@ -33,7 +31,7 @@ class Buckets:
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, key: str) -> int:
-        """0 where one may pass, else whole seconds until one may."""
+        """0 where the key may pass now, else whole seconds until it may."""
         now = self._clock()
         left, seen = self._left.pop(key, (self._burst, now))
         left = min(self._burst, left + (now - seen) * self._per_second)

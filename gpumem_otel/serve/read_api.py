@@ -7,8 +7,8 @@
                                 ?kind=live|allocated|peak|pinned|growth
     GET /healthz                JSON about the exporter
 
-HEAD works on each. Whatever may block runs on a daemon thread of ours, never in the pool that
-starlette would use for a plain function: its threads are joined when the job ends.
+HEAD works on each. What may block runs on a daemon thread of ours, never in the pool that
+starlette uses for a plain function: its threads are joined when the job ends.
 """
 
 from __future__ import annotations
@@ -41,24 +41,21 @@ if TYPE_CHECKING:
 
     from gpumem_otel.serve.dependencies import AppDeps
 
-# The query of `/debug/pprof/gpumem`, checked.
-
 MAX_SECONDS: Final = 300.0
 """Longest window that `?seconds=` may ask for."""
 
 _MAX_DEVICE: Final = 1023
 
-_SERVED: Final = tuple(ProfileKind)
 _OF_A_MOMENT: Final = frozenset({ProfileKind.LIVE, ProfileKind.PINNED, ProfileKind.GROWTH})
 
 
 @dataclass(frozen=True, slots=True)
 class ProfileQuery:
-    """What a reader asked for.
+    """The query of `/debug/pprof/gpumem`.
 
     Attributes:
         device: index, None for all devices.
-        seconds: length of the window, None where the reader does not say.
+        seconds: length of the window, None where the query does not say.
     """
 
     kind: ProfileKind
@@ -67,63 +64,59 @@ class ProfileQuery:
 
     @property
     def of_a_window(self) -> bool:
-        """Whether events are recorded for it, which takes as long as they are."""
+        """Whether events are recorded for it during a window."""
         return self.kind not in _OF_A_MOMENT
 
 
 def profile_query(items: Iterable[tuple[str, str]]) -> ProfileQuery:
-    """Read `kind`, `device` and `seconds`; other names are left alone, as Go's handlers do.
+    """Read `kind`, `device` and `seconds`; other names are ignored, as by Go's handlers.
 
     `seconds` without a kind asks for the allocations of that window, which is Go's convention.
 
     Raises:
-        ValueError: a value that can not be used; one line that says what can.
+        ValueError: a value that cannot be used; one line names those that can.
     """
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for name, value in items:
         if name in {"kind", "device", "seconds"}:
-            if name in found:
+            if name in values:
                 raise ValueError(f"{name} is given twice")
-            found[name] = value
-    seconds = _seconds(found["seconds"]) if "seconds" in found else None
-    fallback = ProfileKind.LIVE if seconds is None else ProfileKind.ALLOCATED
-    kind = _kind(found["kind"]) if "kind" in found else fallback
+            values[name] = value
+    seconds = _seconds(values["seconds"]) if "seconds" in values else None
+    default = ProfileKind.LIVE if seconds is None else ProfileKind.ALLOCATED
+    kind = _kind(values["kind"]) if "kind" in values else default
     if kind in _OF_A_MOMENT and seconds is not None:
         raise ValueError(
             "seconds goes with kind=allocated and kind=peak: "
             f"a profile of kind {kind.value} is of one moment"
         )
-    device = _device(found["device"]) if "device" in found else None
+    device = _device(values["device"]) if "device" in values else None
     return ProfileQuery(kind, device, seconds)
 
 
 def _kind(text: str) -> ProfileKind:
-    for kind in _SERVED:
-        if text == kind.value:
-            return kind
-    raise ValueError(f"kind must be one of {', '.join(kind.value for kind in _SERVED)}")
+    try:
+        return ProfileKind(text)
+    except ValueError:
+        kinds = ", ".join(kind.value for kind in ProfileKind)
+        raise ValueError(f"kind must be one of {kinds}") from None
 
 
 def _device(text: str) -> int:
     # No int() first: it takes signs, spaces, underscores and digits of other scripts.
-    if not (text.isascii() and text.isdigit() and len(text) <= len(str(_MAX_DEVICE))):
+    short = text.isascii() and text.isdigit() and len(text) <= len(str(_MAX_DEVICE))
+    if not short or int(text) > _MAX_DEVICE:
         raise ValueError(f"device must be a number from 0 to {_MAX_DEVICE}")
-    device = int(text)
-    if device > _MAX_DEVICE:
-        raise ValueError(f"device must be a number from 0 to {_MAX_DEVICE}")
-    return device
+    return int(text)
 
 
 def _seconds(text: str) -> float:
-    refusal = f"seconds must be a number above 0 and at most {MAX_SECONDS:g}"
-    if not text.isascii() or "_" in text:
-        raise ValueError(refusal)
     try:
-        seconds = float(text)
+        seconds = float(text) if text.isascii() and "_" not in text else math.nan
     except ValueError:
-        raise ValueError(refusal) from None
-    if not (math.isfinite(seconds) and 0 < seconds <= MAX_SECONDS):
-        raise ValueError(refusal)
+        seconds = math.nan
+    if not 0 < seconds <= MAX_SECONDS:
+        raise ValueError(f"seconds must be a number above 0 and at most {MAX_SECONDS:g}")
     return seconds
 
 
@@ -131,8 +124,8 @@ MAX_PROFILES: Final = 2
 """Profiles of a moment made at once: each holds the interpreter lock for a while."""
 
 MAX_WINDOWS: Final = 4
-"""Profiles of windows at once: one records, the others wait. Beside them there is room for as many
-scrapes as ever come, see `guard.MAX_REQUESTS`."""
+"""Profiles of windows at once: one records, the others wait. `guard.MAX_REQUESTS` leaves room for
+scrapes."""
 
 _RETRY_SECONDS: Final = 5
 
@@ -150,17 +143,17 @@ _PAGE: Final = """<!DOCTYPE html>
 <li><a href="debug/pprof/gpumem?seconds=5">/debug/pprof/gpumem?seconds=5</a>: allocations of the
 next five seconds; <code>kind=peak</code> for their highest moment, <code>device=N</code> for one
 device</li>
-<li><a href="healthz">/healthz</a>: state of the exporter, no liveness probe</li>
+<li><a href="healthz">/healthz</a>: state of the exporter, not for a liveness probe</li>
 </ul></body></html>
 """
 
 
 def build_app(deps: AppDeps, workers: RequestThreads | None = None) -> ASGIApp:
-    """The routes, without the checks of `Guard`.
+    """The routes, without the checks of `RequestGuard`.
 
     Args:
         deps: where the answers come from.
-        workers: who runs blocking calls; the listener stops and joins it.
+        workers: runs blocking calls; the listener stops and joins it.
     """
     api = _Api(deps, workers or RequestThreads())
     app = Starlette(
@@ -179,7 +172,7 @@ def build_app(deps: AppDeps, workers: RequestThreads | None = None) -> ASGIApp:
 
 
 class _Api:
-    """The handlers. Used by the thread of the event loop alone."""
+    """The handlers, used only by the thread of the event loop."""
 
     def __init__(self, deps: AppDeps, workers: RequestThreads) -> None:
         self._deps = deps
@@ -193,7 +186,7 @@ class _Api:
         return Response(_PAGE.format(name=name), media_type="text/html", headers=policy)
 
     async def metrics(self, request: Request) -> Response:
-        """The exposition, gzipped for who takes it."""
+        """The exposition, gzipped where the client takes that."""
         accept = request.headers.get("accept", "")
         zipped = accepts_gzip(request.headers.get("accept-encoding", ""))
         try:
@@ -201,7 +194,7 @@ class _Api:
                 partial(self._exposition, accept, zipped)
             )
         except GpumemError as exc:
-            return _line(503, str(exc))  # a scraper takes no answer for old values
+            return _line(503, str(exc))  # no answer, so that a scraper keeps no old values
         return _scraped(kind, body, is_zipped)
 
     def _exposition(self, accept: str, zipped: bool) -> tuple[str, bytes, bool]:
@@ -209,7 +202,7 @@ class _Api:
         return kind, *_zipped(body, zipped)
 
     async def lines(self, request: Request) -> Response:
-        """Lines that the line profiler follows; a target of its own, since rows come and go."""
+        """Profiled lines of code; a path of its own, since these series come and go."""
         zipped = accepts_gzip(request.headers.get("accept-encoding", ""))
         body, is_zipped = await self._workers.start(
             lambda: _zipped(self._deps.lines().encode("utf-8", "backslashreplace"), zipped)
@@ -219,7 +212,7 @@ class _Api:
     async def healthz(self, _request: Request) -> Response:
         """State of the exporter: 200 where nothing is wrong, else 503 and the reasons.
 
-        No liveness probe: a job whose exporter has a problem must not be restarted for it.
+        Not for a liveness probe: a job must not be restarted for a problem of its exporter.
         """
         health = await self._workers.start(self._deps.health)
         body = {
@@ -237,7 +230,7 @@ class _Api:
         except ValueError as exc:
             return _line(400, str(exc))
         if request.method == "HEAD":
-            return self._pprof(b"", query)  # nobody reads a profile made for this
+            return self._pprof(b"", query)  # a profile made for this would not be read
         if self._running[query.of_a_window] >= (MAX_WINDOWS if query.of_a_window else MAX_PROFILES):
             return _line(503, "other profiles are being made", retry_after=_RETRY_SECONDS)
         stop = threading.Event()
@@ -251,8 +244,7 @@ class _Api:
             await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
         finally:
             gone.cancel()
-            # Ends the window of a client that went away, or its wait for one; its place is free
-            # when the call ends.
+            # Ends the window of a client that went away; its place is free when the call ends.
             stop.set()
         if not making.done():
             return _line(503, "the client went away")
@@ -268,7 +260,7 @@ class _Api:
     def _profile_done(self, of_a_window: bool, making: asyncio.Future[bytes]) -> None:
         self._running[of_a_window] -= 1
         if not making.cancelled():
-            making.exception()  # looked at, so that asyncio does not complain about it
+            making.exception()  # retrieved, so that asyncio does not log it
 
     def _pprof(self, body: bytes, query: ProfileQuery) -> Response:
         service = re.sub(r"[^A-Za-z0-9._-]", "_", self._deps.service_name)[:64] or "gpumem"
@@ -286,8 +278,8 @@ class _Api:
 
 
 def _retry_seconds(error: GpumemError) -> int:
-    known = error.retry_after_seconds if isinstance(error, BusyError) else None
-    return _RETRY_SECONDS if known is None else math.ceil(known)
+    seconds = error.retry_after_seconds if isinstance(error, BusyError) else None
+    return _RETRY_SECONDS if seconds is None else math.ceil(seconds)
 
 
 async def _gone(request: Request) -> None:
@@ -300,12 +292,12 @@ async def _http_error(_request: Request, exc: Exception) -> Response:
     status = exc.status_code if isinstance(exc, HTTPException) else 500
     if status == 405:  # noqa: PLR2004  RFC 9110, 15.5.6
         return _line(405, "GET and HEAD only", allow="GET, HEAD")
-    known = "/metrics, /metrics/lines, /debug/pprof/gpumem, /healthz"
-    return _line(status, f"nothing is served here, only {known}")
+    paths = "/metrics, /metrics/lines, /debug/pprof/gpumem, /healthz"
+    return _line(status, f"nothing is served here, only {paths}")
 
 
 def _zipped(body: bytes, zipped: bool) -> tuple[bytes, bool]:
-    """A body for a client that takes gzip, or not, and whether it was worth it."""
+    """The body, gzipped where that is wanted and worth it, and whether it is."""
     if not zipped or len(body) < _GZIP_FROM_BYTES:
         return body, False
     return gzip.compress(body, _GZIP_LEVEL, mtime=0), True

@@ -1,8 +1,8 @@
-"""Blocking calls beside the event loop, on daemon threads of our own.
+"""Blocking calls of the event loop, on daemon threads of our own.
 
 asyncio's executor, `concurrent.futures` pools and anyio's worker threads are joined when the
 interpreter exits, so that one request could hold the end of a training job. These threads are
-daemons, one per call: the callers bound how many there are.
+daemons, one per call; the callers bound how many there are.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class RequestThreads:
         return future
 
     def stop(self) -> None:
-        """Tell every running call to end; from any thread."""
+        """Make every running call end; from any thread."""
         self._stopped = True
         for stop in self._stops:
             stop.set()
@@ -95,11 +95,11 @@ def _run(
 ) -> None:
     """Body of a thread."""
     result, error = _outcome(call)
-    # No RuntimeError of a closed loop: then nobody waits any more.
+    # The loop may be closed by now; then nothing waits for the outcome.
     with contextlib.suppress(RuntimeError):
         loop.call_soon_threadsafe(settle, result, error)
-    # An exception keeps the frames below it, this one too. Without this it would form a cycle
-    # with its future, left to a garbage collector that training jobs like to switch off.
+    # An exception keeps this frame: without the line below it would form a cycle with its future,
+    # left to a garbage collector that training jobs often switch off.
     del settle, result, error
 
 

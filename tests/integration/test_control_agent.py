@@ -158,7 +158,7 @@ def test_a_port_whose_thread_can_not_start_leaves_the_socket(start, tokens, monk
     listener = agent.components.control
     assert listener.wait(WAIT)
     assert call(listener.socket_path, "GET", "/v1/state").status == 200
-    assert "no TCP port: the control listener can not be started" in caplog.text
+    assert "no TCP port: the control listener cannot be started" in caplog.text
     assert agent.counters.get("exporter_errors", stage="control") == 1
 
 

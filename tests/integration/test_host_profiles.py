@@ -1,4 +1,4 @@
-"""host_profiles=True: the real pyroscope-io beside ours, with the same service and tags."""
+"""host_profiles=True: the real pyroscope-io with our own pushes, with the same service and tags."""
 
 from __future__ import annotations
 
@@ -112,15 +112,15 @@ def test_pushes_with_our_service_and_tags_and_ends_with_us(run):
     for request in requests:
         assert request.headers["authorization"] == "Bearer a-secret-token"
         assert request.headers["x-scope-orgid"] == "tenant-7"
-    found = {labels["__name__"]: labels for r in host for labels in series(r.body)}
-    assert "process_cpu" in found
+    labels_by_name = {labels["__name__"]: labels for r in host for labels in series(r.body)}
+    assert "process_cpu" in labels_by_name
     (mine,) = series(ours[-1].body)
     shared = ("service_name", "namespace", "run_id", "rank", "team")
     assert {name: mine[name] for name in shared} == {
         "service_name": "train", "namespace": "research", "run_id": "run-1", "rank": "2",
         "team": "vision",
     }  # fmt: skip
-    for labels in found.values():
+    for labels in labels_by_name.values():
         assert {name: labels[name] for name in shared} == {name: mine[name] for name in shared}
     # it was running, and uninstall() has stopped it: there is nothing left to stop
     assert done.stdout == "stopped False\n"

@@ -258,7 +258,7 @@ def test_connections_are_bounded(monkeypatch):
         assert ask(listener.address, "/metrics")[0] == 200
 
 
-def test_a_blocked_scrape_holds_nobody_else():
+def test_a_blocked_scrape_holds_up_no_other_request():
     release = threading.Event()
 
     def metrics(_accept):
@@ -385,7 +385,7 @@ def test_a_taken_port_is_waited_for_and_never_left(caplog):
     assert counters.get("exporter_errors", stage="listen") >= 2
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
-    assert f"can not listen on 127.0.0.1:{port}" in warnings[0].message
+    assert f"cannot listen on 127.0.0.1:{port}" in warnings[0].message
 
 
 def test_stop_while_the_port_is_taken():
@@ -450,8 +450,10 @@ def test_the_jobs_own_uvicorn_logging_is_left_alone():
 
 def test_a_run_file_lives_as_long_as_the_port(tmp_path):
     run_dir = str(tmp_path / "run")
-    who = [Identity(service_name="trainer", rank=0)]
-    listener = Listener(some_deps(), ServeConfig(port=0, run_dir=run_dir), identity=lambda: who[0])
+    identities = [Identity(service_name="trainer", rank=0)]
+    listener = Listener(
+        some_deps(), ServeConfig(port=0, run_dir=run_dir), identity=lambda: identities[0]
+    )
     listener.announce()
     listener.start()
     try:
@@ -459,7 +461,7 @@ def test_a_run_file_lives_as_long_as_the_port(tmp_path):
         (entry,) = targets(run_dir)
         assert (entry.host, entry.port) == listener.address
         assert (entry.pid, entry.rank, entry.scheme) == (os.getpid(), 0, "http")
-        who[0] = Identity(service_name="trainer", rank=5)
+        identities[0] = Identity(service_name="trainer", rank=5)
         listener.announce()
         assert [entry.rank for entry in targets(run_dir)] == [5]
     finally:
@@ -485,12 +487,12 @@ def test_a_hostile_run_directory_does_not_stop_the_listener(tmp_path, caplog):
 @pytest.mark.parametrize(
     ("config", "local_rank", "message"),
     [
-        ({"port": 65535}, 1, "port 65535 [+] local rank 1 is no port"),
+        ({"port": 65535}, 1, "port 65535 [+] local rank 1 is not a port"),
         ({"host": ""}, 0, "host is empty"),
         ({"token_file": "/nonexistent/token"}, 0, "token file /nonexistent/token: No such file"),
         ({"tls_cert_file": "/nonexistent/c.pem"}, 0, "/nonexistent/c.pem: No such file"),
     ],
 )
-def test_bad_settings_are_said_when_it_is_built(config, local_rank, message):
+def test_bad_settings_are_reported_when_it_is_built(config, local_rank, message):
     with pytest.raises(ServeError, match=message):
         Listener(some_deps(), ServeConfig(**config), local_rank=local_rank)

@@ -29,7 +29,7 @@ EXIT_SECONDS = 5
 def job(script: str) -> subprocess.Popen[str]:
     """A job in a process of its own, with all warnings on."""
     support = str(Path(__file__).parents[1])
-    # Forking beside threads is deprecated from Python 3.12 on; jobs do it all the same.
+    # Forking while threads run is deprecated from Python 3.12 on; jobs do it all the same.
     warnings = ["-X", "dev", "-W", "error", "-W", "ignore::DeprecationWarning"]
     command = [sys.executable, *warnings, "-c", PRELUDE + script, support]
     return subprocess.Popen(
@@ -119,7 +119,7 @@ print([name for name in ("starlette", "uvicorn", "h11", "anyio") if name in sys.
     assert finish(process) == ("[]\n", "")
 
 
-def test_a_process_that_can_not_start_it_is_told():
+def test_a_process_that_cannot_start_it_gets_an_error():
     process = job("""
 from gpumem_otel.errors import ServeError
 sys.modules["uvicorn"] = None
@@ -132,22 +132,22 @@ listener.stop()
 print(threading.active_count())
 """)
     out, err = finish(process)
-    assert out.startswith("the listener can not be started: No module named 'uvicorn")
+    assert out.startswith("the listener cannot be started: No module named 'uvicorn")
     assert out.endswith("\n1\n")
     assert err == ""
 
 
 FORK = """
 def inodes():
-    found = set()
+    sockets = set()
     for name in os.listdir("/proc/self/fd"):
         try:
             target = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
         if target.startswith("socket:["):
-            found.add(target[8:-1])
-    return found
+            sockets.add(target[8:-1])
+    return sockets
 
 def tcp():
     # States of the sockets of this process, proc(5): 0A listens, 01 is connected.

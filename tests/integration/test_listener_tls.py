@@ -44,20 +44,20 @@ def test_old_tls_is_refused(files, trust):
 
 
 def test_a_client_certificate_is_asked_for(files, trust, ca, tmp_path):
-    stranger = certs.issue(tmp_path, certs.make_ca(tmp_path, "another authority"), "stranger", [])
+    untrusted = certs.issue(tmp_path, certs.make_ca(tmp_path, "another authority"), "stranger", [])
     reader = certs.issue(tmp_path, ca, "reader", [])
     with listening(**files, tls_client_ca_file=str(ca.cert_file)) as listener:
         # With TLS 1.3 a client learns of the refusal when it first reads.
         with pytest.raises(OSError):
             ask(listener.address, "/metrics", tls=trust)
-        trust.load_cert_chain(stranger.cert_file, stranger.key_file)
+        trust.load_cert_chain(untrusted.cert_file, untrusted.key_file)
         with pytest.raises(OSError):
             ask(listener.address, "/metrics", tls=trust)
         trust.load_cert_chain(reader.cert_file, reader.key_file)
         assert ask(listener.address, "/metrics", tls=trust)[::2] == (200, EXPOSITION)
 
 
-def test_silent_clients_delay_nobody(files, trust, monkeypatch):
+def test_silent_clients_delay_no_others(files, trust, monkeypatch):
     """The silent ones are still waiting for when the others have been answered."""
     monkeypatch.setattr(event_loop, "HANDSHAKE_SECONDS", 10 * WAIT)
     with contextlib.ExitStack() as stack, listening(**files) as listener:

@@ -96,7 +96,7 @@ def test_instruments_follow_the_jobs_provider(order):
 
 
 def test_the_jobs_own_metrics_are_exported_as_before():
-    """With ours beside them, started and stopped: the same data points, and ours in one scope."""
+    """With our metrics started and stopped: the same data points, and ours in one scope."""
     done = python(
         """
         reader = InMemoryMetricReader()
@@ -248,7 +248,7 @@ def test_failed_exports_are_counted():
     assert result(done) == []
 
 
-def test_a_missing_exporter_package_is_said_once_and_counted():
+def test_a_missing_exporter_package_is_logged_once_and_counted():
     done = python(
         """
         import logging
@@ -263,7 +263,7 @@ def test_a_missing_exporter_package_is_said_once_and_counted():
     )
     assert result(done) == 1
     assert done.stderr == (
-        "gpumem_otel.otel: metrics over OTLP (http/protobuf) need a package that is missing here: "
+        "gpumem_otel.otel: metrics over OTLP (http/protobuf) need a package that is not installed: "
         "pip install opentelemetry-exporter-otlp-proto-http\n"
     )
 

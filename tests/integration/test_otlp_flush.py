@@ -40,7 +40,7 @@ def python(script, **environ):
 
 
 def test_our_own_provider_exports_long_before_its_interval():
-    """A process that is killed right after it has exported all the same."""
+    """A process that is killed right afterwards has exported nonetheless."""
     with OtlpReceiver() as receiver:
         script = """
             import sys
@@ -67,7 +67,7 @@ def test_our_own_provider_exports_long_before_its_interval():
 
 
 def test_the_jobs_provider_is_asked_off_its_threads_and_one_at_a_time():
-    told = python(
+    reported = python(
         """
         from opentelemetry.sdk.metrics import MeterProvider
         asked, go_on = threading.Event(), threading.Event()
@@ -93,4 +93,4 @@ def test_the_jobs_provider_is_asked_off_its_threads_and_one_at_a_time():
         print(json.dumps([calls, counters.get("exporter_errors", stage="push")]))
         """
     )
-    assert told == [[["gpumem-otlp-flush", 2000.0]], 1.0]
+    assert reported == [[["gpumem-otlp-flush", 2000.0]], 1.0]

@@ -1,4 +1,4 @@
-"""Every kind of profile through the whole agent, to a server and to those who pull."""
+"""Every kind of profile through the whole agent, to a server and by pulls."""
 
 from __future__ import annotations
 

@@ -26,6 +26,7 @@ from gpumem_otel.base.counters import Counters
 from gpumem_otel.base.profile import Frame, HeapProfile, Identity, ProfileKind, Sample, SourceStatus
 from gpumem_otel.errors import CaptureError, PushError
 from gpumem_otel.profiles.pprof import encode
+from gpumem_otel.push.interfaces import PushDependencies
 from gpumem_otel.push.pusher import THREAD_NAME, Pusher
 from gpumem_otel.push.pyroscope import PyroscopeSink
 from gpumem_otel.push.transport import Transport
@@ -49,7 +50,7 @@ class Job:
             raise self.error
         return tuple(heap(1000 * (device + 1), device) for device in (0, 1))
 
-    def beside(self, kind: ProfileKind, live: tuple[HeapProfile, ...]) -> tuple[HeapProfile, ...]:
+    def derived(self, kind: ProfileKind, live: tuple[HeapProfile, ...]) -> tuple[HeapProfile, ...]:
         raise AssertionError((kind, live))
 
     def windowed(self, kinds, limit_seconds: float, stop: threading.Event):
@@ -77,9 +78,9 @@ class Client:
         self.transport = Transport(self.config, environ=environ or {})
         self.sink = PyroscopeSink(self.transport, self.config, lambda: self.identity, self.counters)
         self.job = Job()
-        self.pusher = Pusher(
-            self.job,
-            self.sink,
+        dependencies = PushDependencies(
+            reader=self.job,
+            sink=self.sink,
             config=profiles or ProfileConfig(interval_seconds=3600),
             identity=lambda: self.identity,
             status=lambda: ARMED,
@@ -87,6 +88,7 @@ class Client:
             counters=self.counters,
             push_timeout_seconds=self.config.timeout_seconds,
         )
+        self.pusher = Pusher(dependencies)
 
     def __enter__(self):
         return self
@@ -146,8 +148,8 @@ def test_tags_arrive(url):
             tags=(("team.name", "vision \u00fc"), *((f"t{i}", "v") for i in range(50))),
         )
         client.push()
-        found = total(url, client.identity.service_name, selector=',team_name="vision \u00fc"')
-        assert found == 1000
+        pushed = total(url, client.identity.service_name, selector=',team_name="vision \u00fc"')
+        assert pushed == 1000
 
 
 def test_the_pusher_delivers_all_devices(url):
@@ -219,7 +221,7 @@ def test_every_fault_has_its_reason():
 
 
 @pytest.mark.parametrize("fault", REASONS)
-def test_a_fault_is_an_error_that_says_what_it_is(fake, fault):
+def test_a_fault_is_an_error_with_its_reason(fake, fault):
     bring_about(fake, fault)
     with Client(fake.url) as client:
         error = client.refused(1.0)
@@ -366,7 +368,7 @@ def tls_context(issued: certs.Issued, client_ca: certs.Authority | None = None):
 
 @pytest.fixture
 def secure(authority):
-    """A TLS server that wants a client certificate of our authority."""
+    """A TLS server that demands a client certificate of our authority."""
     folder, ca = authority
     issued = certs.issue(folder, ca, "pyroscope", ["127.0.0.1", "pyroscope.test"])
     with FakePyroscope(tls=tls_context(issued, ca)) as fake:
@@ -374,7 +376,7 @@ def secure(authority):
 
 
 def identified(url, ca, mine):
-    """A client that trusts our authority alone and shows a certificate of its own."""
+    """A client that trusts only our authority and has its own certificate."""
     return Client(
         url,
         ca_file=str(ca.cert_file),
@@ -406,15 +408,15 @@ def test_a_rotated_client_certificate_is_taken(authority, secure):
     assert len(serials) == 2
 
 
-def test_tls_that_can_not_be_trusted(authority, secure, tmp_path):
+def test_tls_that_cannot_be_trusted(authority, secure, tmp_path):
     _, ca = authority
     with Client(secure.url) as client:
         error = client.refused()
     assert error.reason == "tls"
     assert "self-signed certificate" in str(error)
     assert not error.retryable
-    stranger = certs.make_ca(tmp_path, "stranger")
-    with Client(secure.url, ca_file=str(stranger.cert_file)) as client:
+    untrusted = certs.make_ca(tmp_path, "stranger")
+    with Client(secure.url, ca_file=str(untrusted.cert_file)) as client:
         assert client.refused().reason == "tls"
     named = secure.url.replace("127.0.0.1", "localhost")
     with Client(named, ca_file=str(ca.cert_file)) as client:
@@ -494,6 +496,25 @@ def test_a_tunnel_for_tls(authority):
         assert len(fake.requests) == 2
 
 
+def test_a_tunnel_through_a_proxy_of_tls(authority):
+    """TLS to the server inside TLS to the proxy."""
+    folder, ca = authority
+    inner = certs.issue(folder, ca, "inside", ["pyroscope.test"])
+    outer = certs.issue(folder, ca, "proxy", ["127.0.0.1"])
+    with FakePyroscope(tls=tls_context(inner)) as fake, TinyProxy() as proxy:
+        proxy.targets["pyroscope.test"] = fake.port
+        proxy.require_tls(tls_context(outer))
+        with Client(
+            "https://pyroscope.test",
+            proxy=Secret(f"https://{proxy.address}"),
+            ca_file=str(ca.cert_file),
+        ) as client:
+            client.push()
+            fake.fault = "trickle"
+            assert client.refused(0.5).reason == "timeout"
+        assert len(fake.requests) == 2
+
+
 def test_a_proxy_that_refuses_or_is_not_there(authority, fake):
     _, ca = authority
     with TinyProxy(status=407) as proxy:
@@ -532,7 +553,7 @@ HANGS = (
 def test_a_process_ends_with_its_last_profile_and_in_time(fake, fault, timeout):
     """From an exit handler, with the daemon thread still alive.
 
-    A server that hangs may be noticed, and said once, before the time to stop is over.
+    A server that hangs may be noticed, and logged once, before the time to stop is over.
     """
     fake.fault = fault
     tests = str(Path(__file__).parents[1])
@@ -540,7 +561,7 @@ def test_a_process_ends_with_its_last_profile_and_in_time(fake, fault, timeout):
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
-    said = re.sub(r"127\.0\.0\.1:\d+", "HOST", done.stderr)
-    assert said in ({"", HANGS} if fault else {""})
+    logged = re.sub(r"127\.0\.0\.1:\d+", "HOST", done.stderr)
+    assert logged in ({"", HANGS} if fault else {""})
     assert total(fake.url, done.stdout.strip()) == (0 if fault else 3000)
     assert THREAD_NAME not in {thread.name for thread in threading.enumerate()}

@@ -110,7 +110,7 @@ def test_requests_that_wait_leave_the_listener_to_the_others(bench):
     assert [pull.result(WAIT)[0] for pull in pulls] == [200] * 4
 
 
-def test_a_request_that_would_wait_too_long_is_told_when_to_come(bench):
+def test_a_request_that_would_wait_too_long_gets_a_retry_after(bench):
     with connected(bench.address) as client:
         client.request(PATH + "?seconds=300")
         assert bench.opened.acquire(timeout=WAIT)
@@ -119,7 +119,7 @@ def test_a_request_that_would_wait_too_long_is_told_when_to_come(bench):
         assert 1 <= int(headers["retry-after"]) <= 300
         assert body.startswith(b"window: others come first, for ")
     until(lambda: not requests())
-    assert ask(bench.address, PATH + "?seconds=0.1")[0] == 200  # who asked for it has hung up
+    assert ask(bench.address, PATH + "?seconds=0.1")[0] == 200  # its client has hung up
 
 
 def test_a_client_that_hangs_up_while_it_waits_leaves_nothing(bench):
@@ -145,7 +145,7 @@ def test_the_end_of_the_agent_ends_a_wait(bench):
         assert client.closed()
     assert requests() == []
     assert bench.windows.turns.waiting == 0
-    assert not own.done()  # it was that of the test, which nobody has ended
+    assert not own.done()  # the window of the test, which is still open
 
 
 def test_a_wait_is_over_while_nothing_of_ours_may_call_torch(bench):

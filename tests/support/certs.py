@@ -15,7 +15,7 @@ from cryptography.x509.oid import NameOID
 
 @dataclass(frozen=True)
 class Authority:
-    """A certificate authority; `cert_file` is what clients are told to trust."""
+    """A certificate authority; `cert_file` is for clients to trust."""
 
     cert: x509.Certificate
     key: ec.EllipticCurvePrivateKey
@@ -66,11 +66,11 @@ def issue(
     expired: bool = False,
     common_name: str = "",
 ) -> Issued:
-    """A certificate for servers and clients alike.
+    """A certificate for servers and clients.
 
     Args:
         folder: where `<cn>.pem` and `<cn>.key` are written.
-        ca: who signs it.
+        ca: signs it.
         cn: common name.
         sans: names and addresses it is valid for; may be empty for a client.
         expired: it was valid until an hour ago.

@@ -184,7 +184,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def refuse(self, error: RefusedError) -> None:
         body = json.dumps({"code": error.code, "message": error.message}).encode()
-        # Errors of the push itself are plain; a layer above zips for those who accept it.
+        # Errors of the push itself are plain; a layer above zips them on request.
         self.answer(error.status, body, zipped="gzip" in self.headers.get("Accept-Encoding", ""))
 
     # requests ------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ class _Handler(BaseHTTPRequestHandler):
             elif PUSH in parts.path or QUERIER in parts.path:
                 self.answer(405, b"", "")
             else:
-                self.answer(404, b"404 page not found\n", "text/plain")
+                self.answer(404, b"404 page not reply\n", "text/plain")
         except RefusedError as error:
             self.refuse(error)
 
@@ -211,7 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
         pushing = path == fake.prefix + PUSH
         if not pushing and not path.startswith(fake.prefix + QUERIER):
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            self.answer(404, b"404 page not found\n", "text/plain")
+            self.answer(404, b"404 page not reply\n", "text/plain")
             return
         if pushing and fake.fault == "silent":
             fake.pushed.release()
@@ -232,11 +232,11 @@ class _Handler(BaseHTTPRequestHandler):
             if pushing:
                 self.authorize()
             zipped = self.headers.get("Content-Encoding") == "gzip"
-            found = self.act(path, content_type, unzipped(body) if zipped else body)
+            reply = self.act(path, content_type, unzipped(body) if zipped else body)
         except RefusedError as error:
             self.refuse(error)
         else:
-            self.answer(200, found, content_type, zipped)
+            self.answer(200, reply, content_type, zipped)
 
     def authorize(self) -> None:
         if self.server.fake.authorization not in ("", self.headers.get("Authorization")):

@@ -70,7 +70,7 @@ class Client:
         self.send("\r\n".join(head).encode("latin-1"))
 
     def answer(self, *, head: bool = False) -> tuple[int, dict[str, str], bytes]:
-        """Read one response that says its length."""
+        """Read one response with a Content-Length."""
         text = self._until(b"\r\n\r\n").decode("latin-1")
         first, *rest = text.rstrip("\r\n").split("\r\n")
         headers = {k.strip().lower(): v.strip() for k, v in (line.split(":", 1) for line in rest)}
@@ -90,8 +90,8 @@ class Client:
     def _until(self, mark: bytes) -> bytes:
         while mark not in self.buffer:
             self._more()
-        found, self.buffer = self.buffer.split(mark, 1)
-        return found + mark
+        head, self.buffer = self.buffer.split(mark, 1)
+        return head + mark
 
     def _more(self) -> None:
         data = self.sock.recv(65536)

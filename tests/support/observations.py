@@ -52,7 +52,7 @@ def stats(device: int = 0, **changes) -> DeviceStats:
     return replace(values, **changes)
 
 
-def books(device: int = 0, **changes) -> DeviceTotals:
+def totals(device: int = 0, **changes) -> DeviceTotals:
     """What a read-out a moment ago said about that device."""
     values = DeviceTotals(
         device=device,
@@ -112,9 +112,9 @@ def counters() -> Counters:
 
 
 def classes(device: int = 0) -> dict[str, int]:
-    """Every class, which add up to what the books say is allocated."""
+    """Every class, which add up to the allocated bytes of the totals."""
     sizes = {found.value: 1_000 * place for place, found in enumerate(TensorClass, 1)}
-    rest = books(device).allocated_bytes - sum(sizes.values())
+    rest = totals(device).allocated_bytes - sum(sizes.values())
     return {**sizes, TensorClass.PARAMETER.value: sizes["parameter"] + rest}
 
 
@@ -125,7 +125,7 @@ def full(on: tuple[int, ...] = (0,), **changes) -> Observation:
         status=SourceStatus(armed=True, supported=True, devices=on),
         time_ns=1_790_000_000_000_000_000,
         devices=tuple(stats(device) for device in on),
-        books={device: books(device) for device in on},
+        totals={device: totals(device) for device in on},
         classes={device: classes(device) for device in on},
         steps=StepStats(
             steps=99,

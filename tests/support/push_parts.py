@@ -1,4 +1,4 @@
-"""Stand-ins for what the pusher is handed: a clock, a reader, a sink."""
+"""Test doubles for what a pusher needs: a clock, a reader, a sink."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from gpumem_otel.base.profile import (  # fmt: skip
     Sample,
     SourceStatus,
 )
+from gpumem_otel.push.interfaces import PushDependencies
 from gpumem_otel.settings.config import ProfileConfig
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ ARMED = SourceStatus(armed=True, supported=True, devices=(0,))
 
 
 class FakeClock:
-    """Moves when somebody waits, or when told."""
+    """Moves when its `wait` or `pass_seconds` is called."""
 
     def __init__(self, start_ns: int = NOON + S) -> None:
         self.now_ns = start_ns
@@ -69,7 +70,7 @@ class FakeReader:
         self.readings.append(("live", self.clock.since_noon))
         return self._made(ProfileKind.LIVE)
 
-    def beside(self, kind: ProfileKind, live: tuple[HeapProfile, ...]) -> tuple[HeapProfile, ...]:
+    def derived(self, kind: ProfileKind, live: tuple[HeapProfile, ...]) -> tuple[HeapProfile, ...]:
         self.readings.append((kind.value, self.clock.since_noon))
         assert live == self._made(ProfileKind.LIVE)
         return self._made(kind)
@@ -90,7 +91,7 @@ class FakeReader:
 
 
 class FakeSink:
-    """Notes what arrives; raises what `errors` holds first."""
+    """Keeps what arrives; raises the first of `errors`."""
 
     def __init__(self, clock: FakeClock, *, seconds: float = 0.0) -> None:
         self.clock = clock
@@ -111,17 +112,17 @@ def encode(made: HeapProfile) -> bytes:
     return f"{made.kind.value} {made.device}: {made.total_bytes}".encode()
 
 
-def parts(clock: FakeClock, reader: FakeReader, sink: FakeSink | None, **more) -> dict:
-    """Keyword arguments of Pusher and Parts; rank 0 of run "r" unless said."""
+def dependencies(
+    clock: FakeClock, reader: FakeReader, sink: FakeSink | None, **more
+) -> PushDependencies:
+    """Everything that a pusher needs; by default for rank 0 of run "r"."""
     identity = Identity(service_name="s", run_id="r")
-    return {
-        "reader": reader,
-        "sink": sink,
-        "encode": encode,
+    given = {
         "config": ProfileConfig(kinds=("live",)),
         "counters": Counters(),
-        "clock": clock,
         "identity": lambda: identity,
         "status": lambda: ARMED,
+        "encode": encode,
         **more,
     }
+    return PushDependencies(reader=reader, sink=sink, clock=clock, **given)

@@ -94,11 +94,11 @@ def post(
     asked = urllib.request.Request(url + path, body, sent)
     try:
         with urllib.request.urlopen(asked, timeout=30) as reply:
-            found = Reply(reply.status, reply.read(), reply.headers.get("Content-Encoding", ""))
+            answer = Reply(reply.status, reply.read(), reply.headers.get("Content-Encoding", ""))
     except urllib.error.HTTPError as error:
         with error:
-            found = Reply(error.code, error.read(), error.headers.get("Content-Encoding", ""))
-    return found
+            answer = Reply(error.code, error.read(), error.headers.get("Content-Encoding", ""))
+    return answer
 
 
 def unique(name: str) -> str:

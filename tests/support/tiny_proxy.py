@@ -8,7 +8,11 @@ import select
 import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
+
+if TYPE_CHECKING:
+    import ssl
 
 
 class TinyProxy:
@@ -30,6 +34,10 @@ class TinyProxy:
             target=self._server.serve_forever, args=(0.02,), name="tiny-proxy", daemon=True
         )
         self._thread.start()
+
+    def require_tls(self, context: ssl.SSLContext) -> None:
+        """Take connections over TLS only."""
+        self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
 
     @property
     def address(self) -> str:

@@ -73,7 +73,7 @@ def look(run_dir: str, out: Path, restart: str) -> None:
     launcher = os.getppid()
     entries = discovery.targets(run_dir)
     seen = {
-        "file_sd": json.loads(discovery.file_sd(run_dir)),
+        "file_sd": json.loads(discovery.as_file_sd(discovery.targets(run_dir))),
         "files": sorted(path.name for path in Path(run_dir).iterdir()),
         "pids": [entry.pid for entry in entries],
         "ports": [entry.port for entry in entries],

@@ -90,7 +90,7 @@ def test_kinds_are_those_of_the_table(provider, counters):
 
 
 def test_one_collection_is_one_observation(provider, counters):
-    """So that rows of different metrics belong to one moment; the next collection asks anew."""
+    """So that rows of different metrics belong to one moment; the next collection asks again."""
     reader, meter = provider
     observer = Observer(obs.full())
     feed = Feed(observer, Level.FULL, counters)
@@ -181,7 +181,7 @@ def test_a_missing_package_is_named():
         made, advice = exporter({"OTEL_EXPORTER_OTLP_METRICS_PROTOCOL": "grpc"})
     assert made is None
     assert advice == (
-        "metrics over OTLP (grpc) need a package that is missing here: "
+        "metrics over OTLP (grpc) need a package that is not installed: "
         "pip install opentelemetry-exporter-otlp-proto-grpc"
     )
 

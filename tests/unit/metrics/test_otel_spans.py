@@ -53,7 +53,7 @@ def test_an_operation_is_a_span_and_its_phases_stand_below_it(spans, exporter):
     assert whole.status.status_code is StatusCode.UNSET
 
 
-def test_a_failure_is_told_where_it_happened(spans, exporter):
+def test_a_failure_is_on_the_span_where_it_happened(spans, exporter):
     spans.phase_ended(RUNNING, Phase.PREPARE, 1, 2, "2 GiB of host memory are missing")
     refused = replace(RUNNING, state=OperationState.REFUSED, error="refused: 2 GiB are missing")
     spans.operation_ended(refused, 3)
@@ -65,7 +65,7 @@ def test_a_failure_is_told_where_it_happened(spans, exporter):
     )  # fmt: skip
 
 
-def test_phases_that_somebody_else_drives_are_his_to_tell(spans, exporter):
+def test_phases_driven_by_a_caller_make_no_spans(spans, exporter):
     spans.phase_ended(None, Phase.RELEASE, 1, 2, "")
     spans.operation_ended(RUNNING, 3)
     assert exporter.get_finished_spans() == ()

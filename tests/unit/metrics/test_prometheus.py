@@ -31,7 +31,7 @@ PROMETHEUS_3 = (
 
 
 class FakeClock:
-    """A clock that stands still until it is told; it starts at the time of the observations."""
+    """A clock that moves only when a test moves it; it starts at the time of the observations."""
 
     def __init__(self):
         self.now = 0.0
@@ -47,7 +47,7 @@ class FakeClock:
 
 
 class Observer:
-    """Gives what it holds, and counts how often it was asked."""
+    """Gives its observation, and counts how often it is asked."""
 
     def __init__(self, observation):
         self.observation = observation
@@ -103,18 +103,18 @@ def test_text_of_one_family_is_exactly_this(clock, counters):
     assert 'gpumem_allocated_bytes{device="0",rank="3"} 6e+09' in lines
 
 
-def test_openmetrics_parses_and_says_the_same(clock, counters):
+def test_openmetrics_parses_to_the_same_values(clock, counters):
     observation = obs.full((0, 1))
     exposition = Exposition(Observer(observation), "full", clock=clock, counters=counters)
     content_type, body = exposition.render(PROMETHEUS_3)
     assert content_type == "application/openmetrics-text; version=1.0.0; charset=utf-8"
-    found = {}
+    samples = {}
     families = list(openmetrics(body.decode()))
     for family in families:
         for sample in family.samples:
             labels = frozenset((k, v) for k, v in sample.labels.items() if v)
-            found[sample.name, labels] = sample.value
-    assert found == expected(observation, Level.FULL)
+            samples[sample.name, labels] = sample.value
+    assert samples == expected(observation, Level.FULL)
     assert body.endswith(b"# EOF\n")
     assert b"_created" not in body
     assert {family.unit for family in families} == {"", "bytes", "seconds", "ratio"}
@@ -181,7 +181,7 @@ def test_nothing_to_export_is_empty_and_valid(clock, counters):
 
 
 def test_a_failing_observer_is_no_empty_exposition(clock, counters):
-    """GIVEN it can not be read THEN that is raised, and tried again with the next scrape."""
+    """GIVEN it cannot be read THEN it raises, and tries again with the next scrape."""
     observer = Observer(CaptureError("allocator is gone"))
     exposition = Exposition(observer, "full", clock=clock, counters=counters)
     for accept in ("", PROMETHEUS_3):
@@ -206,7 +206,7 @@ def test_old_values_are_not_served_after_a_failure(clock, counters):
 
 
 def test_a_failure_reaches_the_scraper_as_one_line(clock, counters, caplog):
-    """GIVEN the allocator can not be read WHEN scraped THEN an error is answered, counted once."""
+    """GIVEN the allocator cannot be read WHEN scraped THEN an error is answered, counted once."""
     exposition = Exposition(
         Observer(RuntimeError("CUDA error")), "full", clock=clock, counters=counters
     )
@@ -269,7 +269,7 @@ def test_scrapes_are_serialized(clock, counters):
 
 
 def test_the_jobs_own_registry_is_as_before(clock, counters):
-    """Neither are our metrics in it, nor its metrics in ours."""
+    """Neither has the other's metrics."""
     own = prometheus_client.Counter("job_batches", "Of the job.")
     own.inc(3)
     try:

@@ -1,4 +1,4 @@
-"""The METRICS table: names, levels, identity, books that close."""
+"""The METRICS table: names, levels, identity, totals that add up."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ OF_THE_ALLOCATOR = (
 
 def series(observation, level=Level.FULL) -> dict[str, dict[tuple, float]]:
     """name -> (sorted attributes) -> value."""
-    found: dict[str, dict[tuple, float]] = {}
+    rows_by_name: dict[str, dict[tuple, float]] = {}
     for metric, attributes, value in rows(observation, level):
         key = tuple(sorted(attributes.items()))
-        assert key not in found.setdefault(metric.prometheus, {})
-        found[metric.prometheus][key] = value
-    return found
+        assert key not in rows_by_name.setdefault(metric.prometheus, {})
+        rows_by_name[metric.prometheus][key] = value
+    return rows_by_name
 
 
 def by(observation, name: str, attribute: str, level=Level.FULL) -> dict[str, float]:
@@ -95,7 +95,7 @@ def test_every_translator_makes_the_same_name(metric):
 
 @pytest.mark.parametrize("level", Level)
 def test_a_level_holds_at_most_its_series(level):
-    """Counted per rank and device, on the device that carries the rows of the process too."""
+    """Series of one rank, for the home device."""
 
     def counted(observation):
         return Counter(
@@ -151,32 +151,32 @@ def test_rows_of_the_process_carry_the_lowest_armed_device():
         assert {dict(key)["device"] for key in series(observation)[name]} == {"2"}
 
 
-def test_the_home_device_is_the_one_that_was_said():
+def test_the_home_device_is_the_one_that_was_set():
     """GIVEN a lower device is used later THEN no row of the process moves to it."""
     for on in ((), (1,), (0, 1)):
-        found = series(obs.full(on, home_device=1, counters={}))
+        shown = series(obs.full(on, home_device=1, counters={}))
         for name in OF_THE_PROCESS:
-            assert {dict(key)["device"] for key in found[name]} == {"1"}, (name, on)
-        assert {dict(key)["device"] for key in found["gpumem_target_info"]} == {
+            assert {dict(key)["device"] for key in shown[name]} == {"1"}, (name, on)
+        assert {dict(key)["device"] for key in shown["gpumem_target_info"]} == {
             "1", *map(str, on)
         }  # fmt: skip
 
 
 @pytest.mark.parametrize("home", [None, 3])
 @pytest.mark.parametrize("reason", ["", "allocator_backend", "no_caching", "error"])
-def test_an_armed_process_says_so_before_its_first_allocation(home, reason):
+def test_an_armed_process_is_visible_before_its_first_allocation(home, reason):
     """GIVEN nothing was allocated WHEN armed THEN all of the process is there, events as 0."""
     status = SourceStatus(armed=True, supported=not reason, reason=reason)
-    found = series(obs.bare(status=status, devices=(), home_device=home))
+    shown = series(obs.bare(status=status, devices=(), home_device=home))
     device = {str(home or 0)}
     for name in (*OF_THE_PROCESS, "gpumem_target_info"):
-        assert {dict(key)["device"] for key in found[name]} == device, name
+        assert {dict(key)["device"] for key in shown[name]} == device, name
     assert by(obs.bare(status=status, devices=()), "gpumem_supported", "reason") == {
         reason or "none": int(not reason)
     }
     # what the allocator did is known only where it can be read: there it did nothing yet
     for name in OF_THE_ALLOCATOR:
-        values = found.get(name, {})
+        values = shown.get(name, {})
         assert [(dict(key)["device"], value) for key, value in values.items()] == (
             [] if reason else [(*device, 0)]
         ), name
@@ -189,7 +189,7 @@ def test_a_counter_of_the_home_device_does_not_end_when_another_device_is_used()
     assert by(both, "gpumem_ooms_total", "device") == {"0": 1, "1": 1}
 
 
-def test_books_that_did_not_close_are_counted():
+def test_accounting_mismatches_are_counted():
     assert only(obs.full(), "gpumem_exporter_readouts_raced_total") == 2
     assert only(obs.full(), "gpumem_exporter_readouts_breached_total") == 1
 
@@ -199,16 +199,16 @@ def test_without_a_device_there_is_no_row():
         (),
         status=SourceStatus(armed=False, supported=False, reason="no_cuda"),
         devices=(),
-        books={},
+        totals={},
     )
     assert series(nothing) == {}
 
 
 def test_events_are_zero_from_the_first_moment():
-    found = series(obs.bare(yields=YieldStatus()))
+    shown = series(obs.bare(yields=YieldStatus()))
     for name in NAMES:
         if name.endswith("_total"):
-            assert set(found[name].values()) == {0}, name
+            assert set(shown[name].values()) == {0}, name
     assert by(obs.bare(), "gpumem_exporter_dropped_total", "reason") == {
         "connect": 0, "timeout": 0, "rate_limited": 0, "rejected": 0, "other": 0,
     }  # fmt: skip
@@ -219,16 +219,16 @@ def test_events_are_zero_from_the_first_moment():
 
 
 def test_what_is_not_known_has_no_row():
-    found = series(obs.bare())
-    assert "gpumem_limit_bytes" not in found
-    assert "gpumem_outside_bytes" not in found
-    assert "gpumem_host_pinned_bytes" not in found
-    assert "hw_gpu_memory_limit_bytes" not in found
-    assert "gpumem_blocks" not in found
-    assert "gpumem_pool_reserved_bytes" not in found
-    assert "gpumem_last_step_timestamp_seconds" not in found
-    assert "gpumem_step_floor_bytes" not in found
-    assert "gpumem_last_push_timestamp_seconds" not in found
+    shown = series(obs.bare())
+    assert "gpumem_limit_bytes" not in shown
+    assert "gpumem_outside_bytes" not in shown
+    assert "gpumem_host_pinned_bytes" not in shown
+    assert "hw_gpu_memory_limit_bytes" not in shown
+    assert "gpumem_blocks" not in shown
+    assert "gpumem_pool_reserved_bytes" not in shown
+    assert "gpumem_last_step_timestamp_seconds" not in shown
+    assert "gpumem_step_floor_bytes" not in shown
+    assert "gpumem_last_push_timestamp_seconds" not in shown
 
 
 def test_counters_beyond_the_fixed_list_are_in_other():
@@ -247,7 +247,7 @@ def test_counters_beyond_the_fixed_list_are_in_other():
     assert only(observation, "gpumem_exporter_pushed_bytes_total") == 1_234_567
 
 
-def test_cached_is_told_apart():
+def test_cached_is_split_by_cause():
     assert by(obs.full(), "gpumem_cached_bytes", "cause") == {
         "waiting_for_stream": 300_000_000,
         "split_remainders": 400_000_000,
@@ -258,7 +258,7 @@ def test_cached_is_told_apart():
 
 
 def test_cached_without_a_read_out_uses_the_allocators_own_counter():
-    assert by(obs.full(books={}), "gpumem_cached_bytes", "cause") == {
+    assert by(obs.full(totals={}), "gpumem_cached_bytes", "cause") == {
         "waiting_for_stream": 300_000_000,
         "split_remainders": 300_000_000,
         "private_pools": 0,
@@ -281,19 +281,19 @@ SIZES = st.integers(min_value=0, max_value=1 << 40)
 def test_cached_always_sums_to_reserved_less_allocated(  # noqa: PLR0917 - drawn by hypothesis
     allocated, pending, free, splits, pools, remainders, read_out
 ):
-    """However old the read-out is: no cause is negative, and together they close the books."""
+    """However old the read-out is: no cause is negative, and they add up."""
     now = obs.stats(
         allocated_bytes=allocated,
         active_bytes=allocated + pending,
         reserved_bytes=allocated + pending + free,
         inactive_split_bytes=splits,
     )
-    old = obs.books(split_remainder_bytes=remainders, private_pool_free_bytes=pools)
-    observation = obs.full(devices=(now,), books={0: old} if read_out else {})
-    found = by(observation, "gpumem_cached_bytes", "cause")
-    assert sum(found.values()) == now.reserved_bytes - now.allocated_bytes
-    assert min(found.values()) >= 0
-    assert found["waiting_for_stream"] == pending
+    old = obs.totals(split_remainder_bytes=remainders, private_pool_free_bytes=pools)
+    observation = obs.full(devices=(now,), totals={0: old} if read_out else {})
+    sizes = by(observation, "gpumem_cached_bytes", "cause")
+    assert sum(sizes.values()) == now.reserved_bytes - now.allocated_bytes
+    assert min(sizes.values()) >= 0
+    assert sizes["waiting_for_stream"] == pending
     assert 0 <= only(observation, "gpumem_fragmentation_ratio") <= 1
 
 
@@ -317,36 +317,36 @@ def test_outside_closes_the_device():
 
 
 def test_pools_show_three_and_the_rest():
-    found = by(obs.full(), "gpumem_pool_reserved_bytes", "pool")
-    assert found == {
+    sizes = by(obs.full(), "gpumem_pool_reserved_bytes", "pool")
+    assert sizes == {
         "default": 5_000_000_000,
         "private_0_1": 1_500_000_000,
         "private_0_2": 1_000_000_000,
         "other": 500_000_000,
     }
-    assert sum(found.values()) == obs.books().reserved_bytes
-    plain = obs.full(books={0: obs.books(pool_reserved_bytes={(0, 0): 7})})
+    assert sum(sizes.values()) == obs.totals().reserved_bytes
+    plain = obs.full(totals={0: obs.totals(pool_reserved_bytes={(0, 0): 7})})
     assert by(plain, "gpumem_pool_reserved_bytes", "pool") == {"default": 7}
 
 
 @pytest.mark.parametrize("reason", ["allocator_backend", "no_caching"])
 def test_another_allocator_has_no_false_zeros(reason):
-    """Only the device and ourselves are exported, and that profiles can not be had."""
+    """Only the device and ourselves are exported, and that profiles are not available."""
     status = SourceStatus(armed=True, supported=False, reason=reason, devices=(0,))
     observation = obs.full(status=status)
-    found = series(observation)
+    shown = series(observation)
     assert not {"gpumem_allocated_bytes", "gpumem_reserved_bytes", "gpumem_cached_bytes",
-                "gpumem_ooms_total", "gpumem_outside_bytes"} & set(found)  # fmt: skip
+                "gpumem_ooms_total", "gpumem_outside_bytes"} & set(shown)  # fmt: skip
     assert by(observation, "gpumem_supported", "reason") == {reason: 0}
     assert only(observation, "hw_gpu_memory_usage_bytes") == 9_000_000_000
 
 
-def test_supported_without_a_reason_says_none():
+def test_supported_without_a_reason_has_the_reason_none():
     assert by(obs.full(), "gpumem_supported", "reason") == {"none": 1}
 
 
 @pytest.mark.parametrize(
-    ("changes", "speaking"),
+    ("changes", "reported"),
     [
         ({"world_size": 1, "device_uuids": {0: "GPU-a", 1: "GPU-b"}}, {"0", "1"}),
         ({"local_rank": 1, "device_uuids": {0: "GPU-a", 1: "GPU-b"}}, {"1"}),
@@ -354,13 +354,13 @@ def test_supported_without_a_reason_says_none():
         ({"local_rank": 5, "device_uuids": {0: "GPU-a"}}, {"0"}),
         ({"local_rank": 0, "device_uuids": {}}, set()),
     ],
-    ids=["alone", "own device", "somebody else's devices", "uses one GPU only", "no uuid"],
+    ids=["alone", "own device", "devices of another rank", "uses one GPU only", "no uuid"],
 )
-def test_one_rank_speaks_for_a_gpu(changes, speaking):
+def test_one_rank_reports_a_gpu(changes, reported):
     observation = obs.full((0, 1), identity=obs.identity(**changes))
-    found = series(observation).get("hw_gpu_memory_usage_bytes", {})
-    assert {dict(key)["device"] for key in found} == speaking
-    assert all(dict(key)["hw.id"].startswith("GPU-") for key in found)
+    shown = series(observation).get("hw_gpu_memory_usage_bytes", {})
+    assert {dict(key)["device"] for key in shown} == reported
+    assert all(dict(key)["hw.id"].startswith("GPU-") for key in shown)
 
 
 def test_steps_of_devices_that_are_not_armed_are_left_out():
@@ -370,7 +370,7 @@ def test_steps_of_devices_that_are_not_armed_are_left_out():
     assert only(obs.full(), "gpumem_last_step_timestamp_seconds") == 1_790_000_000.25
 
 
-def test_help_says_something_and_fits_a_line():
+def test_help_is_a_sentence_and_fits_a_line():
     for metric in METRICS:
         assert metric.help.endswith(".")
         assert metric.help.isascii()
@@ -379,7 +379,7 @@ def test_help_says_something_and_fits_a_line():
 
 def test_classes_add_up_at_every_level():
     observation = obs.full()
-    allocated = observation.books[0].allocated_bytes
+    allocated = observation.totals[0].allocated_bytes
     full = by(observation, "gpumem_class_bytes", "tensor_class")
     standard = by(observation, "gpumem_class_bytes", "tensor_class", Level.STANDARD)
     assert full == observation.classes[0]
@@ -397,18 +397,18 @@ def test_classes_add_up_at_every_level():
 def test_before_a_readout_there_are_no_classes_and_then_unattributed_is_one():
     assert "gpumem_class_bytes" not in series(obs.bare())
     observation = obs.full(classes={0: {"parameter": 7}})
-    found = by(observation, "gpumem_class_bytes", "tensor_class")
-    assert found == {"parameter": 7, "unattributed": 0}
+    sizes = by(observation, "gpumem_class_bytes", "tensor_class")
+    assert sizes == {"parameter": 7, "unattributed": 0}
 
 
-def test_one_series_says_the_state():
+def test_one_series_shows_the_state():
     assert series(obs.full((0, 1)))["gpumem_yield_state"] == {
         (("device", "0"), ("rank", "3"), ("state", "yielded")): 1
     }
 
 
 @pytest.mark.parametrize(
-    ("state", "reason", "told"),
+    ("state", "reason", "expected"),
     [
         (YieldState.RUNNING, "", "running"),
         (YieldState.YIELDED, "", "yielded"),
@@ -417,13 +417,13 @@ def test_one_series_says_the_state():
         (YieldState.FAILED, "checksums differ", "failed"),
     ],
 )
-def test_memory_that_should_be_back_and_is_not_is_overdue(state, reason, told):
+def test_memory_that_should_be_back_and_is_not_is_overdue(state, reason, expected):
     observation = obs.full(yields=obs.yields(state=state, reason=reason))
     for level in Level:
-        assert by(observation, "gpumem_yield_state", "state", level) == {told: 1}
+        assert by(observation, "gpumem_yield_state", "state", level) == {expected: 1}
 
 
-def test_yields_are_told_by_cause_and_phase():
+def test_yields_are_shown_by_cause_and_phase():
     observation = obs.full((0, 1))
     assert by(observation, "gpumem_yield_residual_bytes", "cause") == {
         "context": 1000, "communicator": 2000, "graphs": 3000, "foreign": 4000, "kept": 5000,
@@ -439,7 +439,7 @@ def test_yields_are_told_by_cause_and_phase():
 
 def test_without_lease_and_yield_there_is_no_row_of_them():
     status = obs.yields(state=YieldState.RUNNING, lease_expiry_ns=0, residual_bytes={})
-    found = series(obs.full(yields=status))
-    assert "gpumem_yield_lease_expiry_timestamp_seconds" not in found
-    assert "gpumem_yield_residual_bytes" not in found
+    shown = series(obs.full(yields=status))
+    assert "gpumem_yield_lease_expiry_timestamp_seconds" not in shown
+    assert "gpumem_yield_residual_bytes" not in shown
     assert not [name for name in series(obs.full(yields=None)) if "yield" in name]

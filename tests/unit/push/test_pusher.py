@@ -7,7 +7,7 @@ import os
 import threading
 
 import pytest
-from support.push_parts import FakeClock, FakeReader, FakeSink, parts
+from support.push_parts import FakeClock, FakeReader, FakeSink, dependencies
 
 from gpumem_otel.base.clock import SystemClock
 from gpumem_otel.base.counters import Counters
@@ -65,8 +65,7 @@ def bench():
 
 
 def made(clock, reader, sink, **more) -> Pusher:
-    arguments = parts(clock, reader, sink, **more)
-    return Pusher(arguments.pop("reader"), arguments.pop("sink"), **arguments)
+    return Pusher(dependencies(clock, reader, sink, **more))
 
 
 def threads() -> list[str]:
@@ -150,7 +149,7 @@ def test_a_read_out_that_outlasts_the_stop_is_counted():
     assert sink.stored == []
 
 
-def test_flush_says_whether_all_was_stored(bench):
+def test_flush_returns_whether_all_was_stored(bench):
     _, reader, sink, pusher = bench
     assert pusher.flush()
     assert sink.stored == [b"live 0: 1"]
@@ -161,7 +160,7 @@ def test_flush_says_whether_all_was_stored(bench):
     assert not pusher.flush()
 
 
-def test_flush_waits_no_longer_than_it_was_told():
+def test_flush_waits_no_longer_than_its_timeout():
     clock = FakeClock()
     sink = Gate(clock)
     pusher = made(SystemClock(), FakeReader(clock), sink)
@@ -197,11 +196,11 @@ def test_a_defect_of_ours_does_not_end_it(bench, monkeypatch, caplog):
     monkeypatch.undo()
     clock.turn(3)
     assert sink.stored
-    assert pusher._parts.counters.get("exporter_errors", stage="push") == 2
+    assert pusher._counters.get("exporter_errors", stage="push") == 2
     assert [r.getMessage() for r in caplog.records] == ["profiles: ZeroDivisionError: "]
 
 
-def test_a_forked_child_is_silent_and_may_start_anew(bench):
+def test_a_forked_child_is_silent_and_may_start_again(bench):
     clock, *_, pusher = bench
     with pusher._lock:
         pid = os.fork()
@@ -210,8 +209,7 @@ def test_a_forked_child_is_silent_and_may_start_anew(bench):
                 pusher.abandon_after_fork()
                 fine = not pusher.running and pusher.stop() and threads() == []
                 fine = fine and not pusher.flush(1.0)
-                child = Pusher.__new__(Pusher)
-                child._parts = pusher._parts
+                child = Pusher(pusher._dependencies)
                 child.abandon_after_fork()
                 child.start()
                 fine = fine and child.running and child.stop()
@@ -251,7 +249,7 @@ def test_the_real_clock():
 
 
 @pytest.mark.parametrize("call", ["flush", "stop"])
-def test_a_window_ends_for_whoever_waits(call):
+def test_a_window_ends_for_a_flush_or_the_end(call):
     """GIVEN a window that would last for ever WHEN a flush or the end is asked for THEN it ends."""
     clock = FakeClock()
     reader, sink = FakeReader(clock), FakeSink(clock)

@@ -246,7 +246,7 @@ def test_a_web_page_is_no_success():
 
 def test_redirects_are_named_and_not_followed():
     error = error_of(302, location="https://user:secret@login.example/x?token=secret")
-    assert str(error) == "302: redirected to login.example; name that server in the URL"
+    assert str(error) == "302: redirected to login.example; set the URL to that server"
     assert not error.retryable
 
 
@@ -263,7 +263,7 @@ def test_redirects_are_named_and_not_followed():
         (b"x" * 500, "400 " + "x" * 196),
     ],
 )  # fmt: skip
-def test_what_the_server_said(body, text):
+def test_the_message_of_the_server(body, text):
     headers = {"content-encoding": "gzip"} if body.startswith(b"\x1f\x8b") else {}
     assert str(error_of(400, body, **headers)) == text
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from support.push_parts import ARMED, NOON, FakeClock, FakeReader, FakeSink, S, parts
+from support.push_parts import ARMED, NOON, FakeClock, FakeReader, FakeSink, S, dependencies
 
 from gpumem_otel.base.counters import Counters
 from gpumem_otel.base.profile import Identity, ProfileKind, SourceStatus
 from gpumem_otel.errors import BusyError, CaptureError, PushError
-from gpumem_otel.push.rounds import PushDependencies, Rounds
+from gpumem_otel.push.rounds import Rounds
 from gpumem_otel.push.schedule import phase
 from gpumem_otel.settings.config import ProfileConfig
 
@@ -30,9 +30,9 @@ class Bench:
         self.reader = FakeReader(self.clock, devices)
         self.sink = FakeSink(self.clock, seconds=seconds)
         self.counters = Counters()
-        made = parts(self.clock, self.reader, self.sink, counters=self.counters, **more)
+        made = dependencies(self.clock, self.reader, self.sink, counters=self.counters, **more)
         self.stop = threading.Event()
-        self.rounds = Rounds(PushDependencies(**made), self.stop)
+        self.rounds = Rounds(made, self.stop)
 
     def run(self, until: float) -> None:
         """Turn after turn, as the thread does, until so many seconds after noon."""
@@ -206,7 +206,7 @@ def test_attempts_are_bounded():
     assert bench.rounds.waiting == 0
 
 
-def test_the_server_says_when():
+def test_the_server_sets_when_to_retry():
     bench = Bench()
     bench.sink.errors = [refused("unavailable", retryable=True, after=20.0)]
     bench.run(until=59)
@@ -327,7 +327,7 @@ def test_a_window_that_stalls_the_job_is_followed_by_a_rest():
     assert bench.rounds.interval_seconds == 60
 
 
-def test_who_holds_the_recording_is_waited_for_and_no_error(caplog):
+def test_a_recording_held_by_another_is_waited_for_and_no_error(caplog):
     caplog.set_level(logging.INFO, "gpumem_otel")
     bench = Bench(config=ProfileConfig(kinds=("live", "peak")))
     bench.reader.window_error = BusyError("window: the job records memory history itself")
@@ -370,7 +370,7 @@ def test_bytes_of_windows_count_for_the_budget():
     assert bench.rounds.interval_seconds == 120
 
 
-def test_an_end_in_the_middle_of_a_window_loses_what_it_says():
+def test_an_end_in_the_middle_of_a_window_counts_its_profiles_as_lost():
     bench = Bench(config=ProfileConfig(kinds=("live", "allocated", "peak")))
     windowed = bench.reader.windowed
     bench.reader.windowed = lambda *args: (bench.rounds.abandon(), windowed(*args))[1]
@@ -436,7 +436,7 @@ def test_a_server_that_comes_and_goes_does_not_fill_the_log(caplog):
     ]
 
 
-def test_a_profile_that_can_not_be_encoded_leaves_the_others_alone():
+def test_a_profile_that_cannot_be_encoded_does_not_affect_the_others():
     def encode(made):
         if made.device == 0:
             raise ValueError("no")
@@ -466,7 +466,7 @@ def test_profiles_are_shown_also_where_nothing_is_pushed():
     shown = []
     bench = Bench(on_profiles=(lambda kind, profiles: shown.append((kind, profiles)),))
     without = Bench(on_profiles=(lambda kind, profiles: shown.append((kind, profiles)),))
-    without.rounds = Rounds(replace(without.rounds._parts, sink=None), without.stop)
+    without.rounds = Rounds(replace(without.rounds._deps, sink=None), without.stop)
     for each in (bench, without):
         each.run(until=59)
     assert [(kind, made[0].total_bytes) for kind, made in shown] == [(ProfileKind.LIVE, 1)] * 2
@@ -522,12 +522,12 @@ def test_the_end_sends_once_more_and_counts_what_is_lost():
         (False, True, False, 1),
         (True, False, False, 1),
     ],
-    ids=["nobody takes it", "a recording does", "a callback does", "a server does"],
+    ids=["nothing uses it", "a recording does", "a callback does", "a server does"],
 )
-def test_the_last_reading_is_taken_for_somebody(sink, shown, final_read, reads):
+def test_the_last_reading_is_taken_only_where_it_is_used(sink, shown, final_read, reads):
     bench = Bench(final_read=final_read, on_profiles=(lambda *_: None,) if shown else ())
     if not sink:
-        bench.rounds = Rounds(replace(bench.rounds._parts, sink=None), bench.stop)
+        bench.rounds = Rounds(replace(bench.rounds._deps, sink=None), bench.stop)
     bench.rounds.finish(5.0)
     assert len(bench.reader.readings) == reads
     assert bench.dropped == {}
@@ -585,7 +585,7 @@ def test_given_up_while_encoding():
 
 def test_without_a_server_nothing_is_lost_at_the_end():
     bench = Bench()
-    rounds = Rounds(replace(bench.rounds._parts, sink=None), bench.stop)
+    rounds = Rounds(replace(bench.rounds._deps, sink=None), bench.stop)
     live = bench.reader.live
     bench.reader.live = lambda: (rounds.abandon(), live())[1]
     rounds.finish(5.0)

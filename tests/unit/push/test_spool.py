@@ -1,4 +1,4 @@
-"""Profiles that wait on this machine: who may read them, how many, and when they are sent."""
+"""Profiles that wait on this machine: permissions, number, and when they are sent."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_without_a_folder_nothing_waits_and_none_is_made(spool, folder):
     assert not folder.exists()
 
 
-def test_what_is_being_sent_waits_for_nobody_else_until_it_is_given_back(spool, folder):
+def test_a_file_being_sent_is_not_waiting_until_it_is_released(spool, folder):
     name = spool.write("a", b"1", sending=True)
     assert spool.waiting() == []
     assert spool.release(name) == "a.pb.gz"
@@ -78,7 +78,7 @@ def test_the_oldest_come_first_and_make_room(folder):
     assert spool.waiting() == ["b.pb.gz", "c.pb.gz", "d.pb.gz"]
     spool.write("e", b"x" * 85)
     assert spool.waiting() == ["d.pb.gz", "e.pb.gz"]
-    with pytest.raises(SpoolError, match="100 bytes at most"):
+    with pytest.raises(SpoolError, match="100 bytes"):
         spool.write("f", b"x" * 101)
     assert spool.waiting() == ["d.pb.gz", "e.pb.gz"]
 
@@ -151,10 +151,10 @@ def test_the_folders_above_it_are_for_this_user_alone_too(spool, folder):
     assert discovery.targets(str(folder.parent)) == []
 
 
-def test_who_had_to_make_room_is_told_of(folder):
-    told = []
-    spool = Spool(str(folder), max_files=2, on_dropped=lambda: told.append(1))
+def test_each_file_deleted_to_make_room_is_counted(folder):
+    dropped = []
+    spool = Spool(str(folder), max_files=2, on_dropped=lambda: dropped.append(1))
     for name in "abcd":
         spool.write(name, b"profile")
-    assert len(told) == 2
+    assert len(dropped) == 2
     assert len(names(folder)) == 2

@@ -13,10 +13,9 @@ import pytest
 from support.fake_pyroscope import FakePyroscope
 
 from gpumem_otel.errors import PushError
-from gpumem_otel.push import transport as sockets
 from gpumem_otel.push import transport as transport_module
 from gpumem_otel.push.transport import MAX_ANSWER_BYTES, Transport, proxy_for
-from gpumem_otel.settings.config import PyroscopeConfig
+from gpumem_otel.settings.config import PyroscopeConfig, Secret
 
 PATH = "/push.v1.PusherService/Push"
 HEADERS = {"Content-Type": "application/proto", "Accept-Encoding": "identity"}
@@ -43,7 +42,7 @@ def failure(transport: Transport, url: str, body: bytes = b"", seconds: float = 
 
 
 class Scripted:
-    """A server that handles its connections one by one, as told."""
+    """A server that handles its connections one by one, each by a script."""
 
     def __init__(self, *scripts) -> None:
         self.scripts = scripts
@@ -115,7 +114,7 @@ def test_a_kept_connection_that_was_closed_meanwhile(fake, transport):
 
 
 def test_a_request_that_may_have_arrived_is_not_repeated(transport):
-    """A kept connection ends after it took the whole request: stored or not, nobody knows."""
+    """A kept connection ends after it took the whole request: whether it was stored is unknown."""
 
     def two(server: Scripted, connection: socket.socket) -> None:
         server.read(connection)
@@ -165,6 +164,24 @@ def test_one_deadline_holds_for_everything(fake, transport, fault):
     assert (error.reason, error.retryable, error.status) == ("timeout", False, None)
 
 
+def test_the_deadline_holds_for_a_proxy_that_sends_a_byte_now_and_then():
+    gone = threading.Event()
+
+    def trickle(_server: Scripted, connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX: ")
+        while not gone.wait(0.05):
+            connection.sendall(b"y")
+
+    with Scripted(trickle) as proxy:
+        begin = time.monotonic()
+        with contextlib.closing(Transport(PyroscopeConfig(proxy=Secret(proxy.url)))) as transport:
+            error = failure(transport, "https://pyroscope.test", seconds=0.5)
+        gone.set()
+    assert time.monotonic() - begin < 5.0
+    assert (error.reason, error.retryable) == ("connect", True)
+
+
 @pytest.mark.parametrize("fault", ["cut", "cut_body"])
 def test_a_cut_connection(fake, transport, fault):
     fake.fault = fault
@@ -173,7 +190,7 @@ def test_a_cut_connection(fake, transport, fault):
     assert str(error).startswith(f"127.0.0.1:{fake.port}: the connection was cut: ")
 
 
-def test_nobody_listens(fake, transport):
+def test_a_port_where_nothing_listens(fake, transport):
     fake.down()
     error = failure(transport, fake.url)
     assert str(error) == f"127.0.0.1:{fake.port}: connect: Connection refused"
@@ -205,7 +222,7 @@ def test_a_name_that_does_not_exist(transport, monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     error = failure(transport, "http://nowhere.test:4040")
     assert str(error) == (
-        "nowhere.test:4040: connect: the name can not be resolved (Name or service not known)"
+        "nowhere.test:4040: connect: the name cannot be resolved (Name or service not known)"
     )
     assert error.retryable
 
@@ -249,11 +266,11 @@ def test_no_http_at_all(transport):
     assert str(error).endswith("the connection was cut: BadStatusLine")
 
 
-def test_headers_that_can_not_be_sent_are_not_shown(fake, transport):
+def test_headers_that_cannot_be_sent_are_not_shown(fake, transport):
     for value in ("two\nlines", "\u2026"):
         with pytest.raises(PushError) as caught:
             transport.post(fake.url + PATH, b"", {"Authorization": f"Bearer {value}"}, 5.0)
-        assert str(caught.value).endswith("a header holds characters that can not be sent")
+        assert str(caught.value).endswith("a header holds characters that cannot be sent")
         assert caught.value.reason == "config"
 
 
@@ -297,7 +314,7 @@ def test_a_forked_child_has_sockets_of_its_own(fake, transport):
 
 
 def test_progress_has_nothing_left_after_its_deadline():
-    progress = sockets.SendProgress()
+    progress = transport_module.SendProgress()
     progress.begin(60.0)
     assert 0 < progress.left() <= 60.0
     progress.begin(0.0)

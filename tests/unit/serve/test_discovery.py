@@ -16,7 +16,7 @@ import pytest
 from gpumem_otel import _version
 from gpumem_otel.base.profile import Identity
 from gpumem_otel.errors import ServeError
-from gpumem_otel.serve.discovery import RunEntry, entry_for, file_sd, register, targets
+from gpumem_otel.serve.discovery import RunEntry, as_file_sd, entry_for, register, targets
 
 IDENTITY = Identity(
     service_name="trainer",
@@ -27,6 +27,10 @@ IDENTITY = Identity(
     world_size=8,
     node="node7",
 )
+
+
+def file_sd(run_dir: str) -> str:
+    return as_file_sd(targets(run_dir))
 
 
 ACTS = [lambda run_dir: register(run_dir, mine()), targets, file_sd]
@@ -56,7 +60,7 @@ def plant(run_dir, entry: RunEntry) -> str:
     return entry.file_name
 
 
-def test_a_run_file_says_who_and_where(run_dir):
+def test_a_run_file_names_its_process_and_address(run_dir):
     file = register(str(run_dir), mine())
     path = run_dir / file.name
     ticks = start_ticks("self")
@@ -167,17 +171,17 @@ def test_processes_of_another_machine_are_kept(run_dir):
     planted = [
         plant(run_dir, elsewhere()),
         plant(run_dir, elsewhere(host="0.0.0.0", rank=9)),
-        plant(run_dir, elsewhere(host="127.0.0.1", rank=10)),  # nobody here can reach it
+        plant(run_dir, elsewhere(host="127.0.0.1", rank=10)),  # cannot be reached from here
     ]
     half_written = f".{elsewhere(start_ticks=6).file_name}"
     (run_dir / half_written).touch()
-    found = [(entry.rank, entry.target) for entry in targets(str(run_dir))]
-    assert found == [(3, "127.0.0.1:9465"), (8, "10.0.0.8:9465"), (9, "node8:9465")]
+    listed = [(entry.rank, entry.target) for entry in targets(str(run_dir))]
+    assert listed == [(3, "127.0.0.1:9465"), (8, "10.0.0.8:9465"), (9, "node8:9465")]
     register(str(run_dir), mine())
     assert {*planted, half_written} <= set(names(run_dir))
 
 
-def test_processes_from_before_the_machine_was_started_anew_are_not_listed(run_dir):
+def test_processes_from_before_a_reboot_are_not_listed(run_dir):
     register(str(run_dir), mine())
     name = plant(run_dir, elsewhere(machine=os.uname().nodename))
     assert [entry.rank for entry in targets(str(run_dir))] == [3]

@@ -35,7 +35,7 @@ def test_metrics_hand_the_accept_header_on():
     assert seen == ["text/plain;q=0.5"]
 
 
-def test_metrics_are_gzipped_for_who_takes_it():
+def test_metrics_are_gzipped_where_the_client_takes_that():
     long = EXPOSITION * 100
     app = build_app(some_deps(metrics=lambda _: ("text/plain", long)))
     answer = get(app, "/metrics", accept_encoding="gzip, deflate")
@@ -198,7 +198,7 @@ def test_windows_leave_room_for_profiles_of_a_moment():
 
 
 @pytest.mark.parametrize(("seconds", "header"), [(None, "5"), (17, "17"), (0.2, "1")])
-def test_who_is_busy_says_when_to_come_again(seconds, header):
+def test_a_busy_answer_has_a_retry_after(seconds, header):
     def profile(*_):
         raise BusyError("window: others come first", retry_after_seconds=seconds)
 
@@ -229,7 +229,7 @@ def test_a_client_that_goes_away_ends_its_window():
     assert stops[0].is_set()
 
 
-def test_health_says_what_is_wrong():
+def test_health_lists_what_is_wrong():
     health = Health(ok=False, reasons=("no push for 300 s",), ages={"read": 1.23456, "push": 300})
     answer = get(build_app(some_deps(health=lambda: health)), "/healthz")
     assert answer.status == 503

@@ -1,4 +1,4 @@
-"""What every request passes first."""
+"""The checks that every request passes first."""
 
 from __future__ import annotations
 

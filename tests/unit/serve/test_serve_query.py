@@ -45,8 +45,8 @@ def test_devices_that_are_refused(text):
 
 @pytest.mark.parametrize("text", ["", "peaks", "LIVE", "heap"])
 def test_kinds_that_are_refused(text):
-    said = r"^kind must be one of live, allocated, peak, pinned, growth$"
-    with pytest.raises(ValueError, match=said):
+    message = r"^kind must be one of live, allocated, peak, pinned, growth$"
+    with pytest.raises(ValueError, match=message):
         profile_query([("kind", text)])
 
 

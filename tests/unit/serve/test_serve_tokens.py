@@ -11,7 +11,7 @@ from gpumem_otel.settings.config import Secret
 NONE = Secret("")
 
 
-def test_without_a_token_everybody_may_read():
+def test_without_a_token_reading_is_open():
     tokens = Tokens(NONE, "")
     assert not tokens.required
     assert tokens.accept("")
@@ -83,7 +83,7 @@ def test_token_and_file_both_open(tmp_path):
         (b"x" * 20_000, "is larger than 16384 bytes"),
     ],
 )
-def test_a_bad_token_file_is_said_at_once(tmp_path, content, reason):
+def test_a_bad_token_file_is_reported_at_the_start(tmp_path, content, reason):
     path = tmp_path / "token"
     if content is not None:
         path.write_bytes(content)
