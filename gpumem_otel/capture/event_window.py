@@ -1,4 +1,4 @@
-"""Records the allocator's events for a while, bounded in number, and reads them."""
+"""Records the allocator's events for a limited time and number, and reads them."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _STEP_TICK_SECONDS: Final = 0.02
 
 
 class EventWindow:
-    """The recorded window of a source: one at a time.
+    """Records one window at a time.
 
     Args:
         recorder: switches events on and off.
-        snapshots: takes what was recorded.
-        reads: says what torch does not.
-        tensors: the address table; None where no classes are told.
-        restored: which memory was allocated by a restore.
-        max_events: that one window may hold, per device.
-        gate: the window ends early once it closes.
+        snapshots: takes the recorded events.
+        reads: adds classes, roots and the original stacks of restored memory.
+        tensors: the address table; None without tensor classes.
+        restored: memory allocated by restores.
+        max_events: of one window, per device.
+        gate: the window ends early when it closes.
         clock: time.
-        counters: takes `exporter_history_overflow`, and `exporter_stall_seconds` of what ends in
-            no reading.
+        counters: takes `exporter_history_overflow`, and `exporter_stall_seconds` of windows that
+            fail.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EventWindow:
         self._idle_seconds = 0.0
 
     def forget_parent(self) -> None:
-        """In a forked child: a window of its parent is not there."""
+        """In a forked child: the parent's window does not exist."""
         self._lock = threading.Lock()
 
     def record(
@@ -87,14 +87,14 @@ class EventWindow:
 
         Args:
             stats: reads the counters.
-            seconds: the longest it takes.
+            seconds: the longest duration.
             stop: ends it early.
             frees: record frees too.
-            enough: asked many times a second.
+            enough: called many times a second; True ends it.
 
         Raises:
             BusyError: another window is open.
-            CaptureError: recording could not be switched, or the allocator not be read.
+            CaptureError: recording could not be switched, or the allocator could not be read.
         """
         if not self._lock.acquire(blocking=False):
             raise BusyError(ANOTHER_IS_OPEN)
@@ -141,7 +141,7 @@ class EventWindow:
         before = stats.counters(stats.devices())
         self._recorder.open_window(self._max_events, frees=frees)
         per_free = max(self._recorder.events_per_free, int(frees))
-        # what lives at a highest moment has a class; of what was only allocated nobody asks
+        # only peak profiles, which need frees, show tensor classes
         tensors = self._tensors if frees else None
         try:
             with nullcontext() if tensors is None else tensors.wanted_now():
@@ -151,7 +151,7 @@ class EventWindow:
         finally:
             undisturbed = self._recorder.close_window()
         if not undisturbed:
-            raise CaptureError("window: the job switched memory history itself; events are its own")
+            raise CaptureError("window: the job switched memory history itself; its events stay")
         self._count_overflow(raw)
         return before, raw, reading, entries
 
@@ -168,7 +168,7 @@ class EventWindow:
         end = clock.monotonic() + seconds
         tick = _TICK_SECONDS if enough is None else _STEP_TICK_SECONDS
         first = {s.device: (s.allocations, s.frees) for s in before}
-        room = self._max_events * 4 // 5  # what comes before the next look has room too
+        limit = self._max_events * 4 // 5  # leaves space for events until the next check
         while (left := end - clock.monotonic()) > 0:
             asleep = clock.monotonic()
             stopped = clock.wait(stop, min(left, tick))
@@ -178,7 +178,7 @@ class EventWindow:
             for now in stats.counters(stats.devices()):
                 allocations, frees = first.get(now.device, (0, 0))
                 freed = (now.frees - frees) * events_per_free
-                if now.allocations - allocations + freed >= room:
+                if now.allocations - allocations + freed >= limit:
                     return
 
     def _count_overflow(self, raw: Any) -> None:
@@ -189,7 +189,7 @@ class EventWindow:
 
 
 def _fresh(before: Sequence[DeviceStats], after: Sequence[DeviceStats]) -> tuple[DeviceStats, ...]:
-    """Of devices that came into use within the window, as they were before it."""
+    """Zero counters for devices that came into use within the window."""
     known = {one.device for one in before}
     return tuple(
         DeviceStats(

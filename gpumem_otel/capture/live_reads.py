@@ -1,7 +1,7 @@
-"""Readings of what is alive: a snapshot, and what torch does not say of its blocks.
+"""Makes readings of live memory: a snapshot, plus what torch does not know about its blocks.
 
-Beside a snapshot go the classes of its blocks, the names of those without a stack, and whose memory
-it is that a restore has allocated.
+That is the tensor classes, the roots of blocks without a stack, and the original stacks of memory
+that a restore has allocated.
 """
 
 from __future__ import annotations
@@ -34,35 +34,33 @@ if TYPE_CHECKING:
     from gpumem_otel.capture.table_entries import TableEntries
     from gpumem_otel.snapshot.snapshot import TorchSnapshot
 
-# One snapshot of the allocator with the counters around it, and what taking it costs.
-
 COPIES_HISTORY: Final = (
     "the job records memory history, and this torch (before 2.11) copies all of it with each "
     "snapshot: no profiles until it stops recording"
 )
-"""Why there are no readings where `SnapshotTaker.too_slow`."""
+"""Why there are no readings if `SnapshotTaker.too_slow`."""
 
 _log = named_logger("gpumem_otel.capture")
 
 _COPY_LIMIT_SECONDS: Final = 0.25
 _BLOCK_SECONDS: Final = 3e-6
-"""Of a snapshot, by live block, before one was taken: 2.6 us on an H200's host."""
+"""Cost of a snapshot per live block, before one was measured: 2.6 us on an H200's host."""
 _ENTRY_SECONDS: Final = 3e-7
-"""Of an entry of the address table."""
+"""Cost per entry of the address table."""
 _PACE_FROM_BLOCKS: Final = 1000
-"""With fewer the time is not that of the blocks."""
+"""With fewer blocks their cost cannot be measured."""
 
 
 class SnapshotTaker:
-    """Takes snapshots, and knows by the last one what the next will take.
+    """Takes snapshots with the counters before and after, and measures their cost.
 
     Args:
-        recorder: asked for them.
-        restored: brings nothing back meanwhile.
+        recorder: reads the allocator.
+        restored: its lock keeps restores from allocating meanwhile.
         clock: time.
 
     Attributes:
-        block_seconds: what a snapshot takes by live block, as of the last one.
+        block_seconds: cost of the last snapshot per live block.
     """
 
     def __init__(self, recorder: Recorder, restored: Restored, clock: Clock) -> None:
@@ -70,15 +68,15 @@ class SnapshotTaker:
         self._recorder = recorder
         self._restored = restored
         self._clock = clock
-        self._slow_copy_at = -1  # what `Recorder.gaps` was
-        self._said_slow = False
+        self._slow_copy_at = -1  # value of `Recorder.gaps`
+        self._logged_slow = False
 
     def take(self, stats: StatsReader, *, traces: bool) -> tuple[Any, Reading]:
-        """The snapshot as torch gives it, and the reading that it makes.
+        """The snapshot as torch returns it, and the reading made of it.
 
         Args:
             stats: reads the counters.
-            traces: whether events are wanted too.
+            traces: include events.
 
         Raises:
             CaptureError: the allocator could not be read.
@@ -106,11 +104,11 @@ class SnapshotTaker:
         )
 
     def expected_seconds(self, stats: StatsReader, entries: int) -> float:
-        """What a snapshot would take now.
+        """The expected duration of a snapshot now.
 
         Args:
             stats: reads the counters.
-            entries: of the address table, each of which is looked at.
+            entries: number of entries of the address table.
         """
         blocks = _live_blocks(stats.counters(stats.devices()))
         return blocks * self.block_seconds + entries * _ENTRY_SECONDS
@@ -120,24 +118,24 @@ class SnapshotTaker:
         if blocks >= _PACE_FROM_BLOCKS:
             self.block_seconds = seconds / blocks
 
-    # events that the job records, and torch before 2.11 copies with each snapshot
+    # torch before 2.11 copies the job's events with each snapshot
 
     @property
     def too_slow(self) -> bool:
-        """Whether the job's events made a snapshot slow, and the job has not stopped since."""
+        """Whether the job's events made a snapshot slow, and the job still records."""
         return self._slow_copy_at == self._recorder.gaps
 
     def note_copy(self, seconds: float) -> None:
-        """A snapshot without events has taken so long; said once where that is too much."""
+        """Note the duration of a snapshot without events; logs once if it is too long."""
         if seconds <= _COPY_LIMIT_SECONDS or not self._recorder.copies_events:
             return
-        self._slow_copy_at = self._recorder.gaps  # there is one more once the job stops
-        if not self._said_slow:
-            self._said_slow = True
+        self._slow_copy_at = self._recorder.gaps  # increases once the job stops
+        if not self._logged_slow:
+            self._logged_slow = True
             _log.warning("%s (a snapshot took %.2f s)", COPIES_HISTORY, seconds)
 
     def forget_copy(self) -> None:
-        """Recording has begun anew."""
+        """Reset, since recording has started again."""
         self._slow_copy_at = -1
 
 
@@ -146,14 +144,14 @@ def _live_blocks(stats: Sequence[DeviceStats]) -> int:
 
 
 class LiveReads:
-    """Makes readings; torch may be called, and that is for others to see to.
+    """Makes readings; the caller makes sure that torch may be called.
 
     Args:
-        recorder: knows whose recording it is.
-        snapshots: takes them.
-        tensors: the address table; None where no classes are told.
-        restored: which memory was allocated by a restore.
-        pacer: gives up the interpreter lock between slices of a pass over all blocks.
+        recorder: tells whether the job records itself.
+        snapshots: takes the snapshots.
+        tensors: the address table; None without tensor classes.
+        restored: memory allocated by restores.
+        pacer: releases the interpreter lock between slices of a pass over all blocks.
         environ: the process's environment, for the size of cuBLAS's workspace.
         counters: takes `exporter_stall_seconds` of `completed`.
 
@@ -185,25 +183,21 @@ class LiveReads:
         self.forget_roots()
 
     def forget_roots(self, *, engine_is_named: bool = False) -> None:
-        """Nothing is known of any block.
-
-        Args:
-            engine_is_named: see `StacklessRoots`.
-        """
+        """Forget all roots; see `StacklessRoots` for `engine_is_named`."""
         self.roots = StacklessRoots(self._pacer, engine_is_named=engine_is_named)
 
     def recording_began(self) -> None:
-        """What was allocated before is older than our recording."""
+        """Memory allocated before this call is older than our recording."""
         self._gaps_seen = self._recorder.gaps
 
     def forget_parent(self) -> None:
-        """In a forked child: its parent's workspaces are not in this process."""
+        """In a forked child: the parent's workspaces do not exist."""
         self._workspaces_before = set()
 
     # on our thread, in slices
 
     def read(self, stats: StatsReader) -> Reading:
-        """What is alive now, see `Source.read`."""
+        """Read live memory, see `Source.read`."""
         self._recorder.keep_on()
         gaps = self._recorder.gaps
         entries = self._tensors.snapshot() if self._tensors is not None else {}
@@ -227,11 +221,11 @@ class LiveReads:
         )
 
     def put_originals(self, raw: Any, before: Entries) -> tuple[Replaced, float]:
-        """What restores allocated shows whose it is; and the seconds that took in slices.
+        """Put original stacks into restored blocks; returns the seconds of our slices too.
 
         Args:
             raw: the snapshot.
-            before: what was known when it was asked for: what is not in it is gone.
+            before: the entries known before the snapshot: those missing in it are gone.
         """
         entries = {**before, **self._restored.entries()}
         if not entries:
@@ -247,7 +241,7 @@ class LiveReads:
     def classifier(
         self, snapshot: TorchSnapshot, entries: TableEntries
     ) -> tuple[Classifier, float]:
-        """What tells the classes of a snapshot's blocks, and the seconds that took in slices."""
+        """The classifier of a snapshot's blocks, and the seconds of our slices."""
         if not entries and not self._workspace_sizes():
             return Classifier({}), 0.0
         self._pacer.begin()
@@ -275,14 +269,7 @@ class LiveReads:
     # on the job's own thread, at once
 
     def read_at_once(self, stats: StatsReader, budget_seconds: float) -> Reading | None:
-        """The snapshot, and which storages of the address table live.
-
-        Blocks without a stack are named by what the last `read` knew.
-
-        Args:
-            stats: reads the counters.
-            budget_seconds: None where the snapshot would take longer.
-        """
+        """See `TorchSource.read_at_once`."""
         entries = self._tensors.snapshot() if self._tensors is not None else {}
         if self._snapshots.expected_seconds(stats, len(entries)) > budget_seconds:
             return None
@@ -291,12 +278,12 @@ class LiveReads:
         roots = self.roots.of_blocks(ours=not self._recorder.job_records, restored=replaced.roots)
         classifier = None
         if self._tensors is not None:
-            # now: on its way out the job lets go of what is alive at this moment
+            # checked now: an ending job frees its storages soon
             classifier = Classifier(TensorTable.alive(entries, no_pause))
         return replace(reading, stackless=roots, classifier=classifier)
 
     def completed(self, reading: Reading) -> Reading:
-        """A reading of `read_at_once` with what took too long for the job's thread."""
+        """Complete a reading of `read_at_once` with work too slow for the job's thread."""
         if reading.classifier is None:
             return reading
         known = reading.classifier.by_address
@@ -308,6 +295,6 @@ class LiveReads:
         return replace(reading, classifier=Classifier(known, workspaces))
 
     def as_before_restores(self, raw: Any) -> Roots:
-        """Put the stacks of before into a snapshot, at once; what blocks without one are called."""
+        """See `TorchSource.as_before_restores`."""
         replaced = self._restored.put_into(raw, self._restored.entries(), no_pause)
         return self.roots.remembered(replaced.roots)

@@ -175,7 +175,7 @@ def test_everything_goes_and_comes_back_bit_for_bit(run):
         went = driver.lock_and_checkpoint(20.0, None)
         end = time.monotonic() + 10
         gone = smi()
-        while gone[0] > base[0] and time.monotonic() < end:  # the keeper lets go of the driver
+        while gone[0] > base[0] and time.monotonic() < end:  # the helper lets go of the driver
             gone = smi()
         again = driver.lock_and_checkpoint(20.0, None)
         state = driver.state
@@ -282,7 +282,7 @@ def test_python_goes_on_and_scrapes_are_answered_while_the_driver_holds_us(run):
 
 
 def test_a_lease_ends_while_a_thread_of_the_job_stops_all_python(run):
-    """The job asks for counters itself: no Python runs, and the keeper needs none."""
+    """The job asks for counters itself: no Python runs, and the helper needs none."""
     told = run("""
         torch.zeros(1, device="cuda")
         beats, job = Beats(), Allocating()
@@ -310,7 +310,7 @@ def test_a_lease_ends_while_a_thread_of_the_job_stops_all_python(run):
 
 
 @pytest.mark.parametrize("lease", [3.0, None])
-def test_a_keeper_that_is_killed_is_replaced(run, lease):
+def test_a_helper_that_is_killed_is_replaced(run, lease):
     told = run(f"""
         lease = {lease!r}
         x = torch.arange(16 << 20, device="cuda")
@@ -319,7 +319,7 @@ def test_a_keeper_that_is_killed_is_replaced(run, lease):
         back = threading.Event()
         driver.on_restored = lambda phase: back.set()
         driver.lock_and_checkpoint(20.0, lease)
-        first = driver.keeper_pid
+        first = driver.helper_pid
         os.kill(first, signal.SIGKILL)
         if lease is None:
             driver.restore(30.0)
@@ -331,35 +331,35 @@ def test_a_keeper_that_is_killed_is_replaced(run, lease):
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "exit"])
-def test_a_parent_that_ends_leaves_no_keeper_and_no_memory(start, how):
+def test_a_parent_that_ends_leaves_no_helper_and_no_memory(start, how):
     base = used()
     job = start(f"""
         x = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
         driver = DriverCheckpoint()
         driver.lock_and_checkpoint(20.0, None)
-        tell(keeper=driver.keeper_pid)
+        tell(helper=driver.helper_pid)
         if {how!r} == "exit":
             os._exit(0)
         time.sleep(300)
     """)
-    keeper = json.loads(job.stdout.readline())["keeper"]
-    assert is_alive(keeper) or how == "exit"
+    helper = json.loads(job.stdout.readline())["helper"]
+    assert is_alive(helper) or how == "exit"
     if how != "exit":
         job.send_signal(getattr(signal, how))
     job.wait(30)
-    assert until(lambda: not is_alive(keeper)), "the keeper is still there"
+    assert until(lambda: not is_alive(helper)), "the helper is still there"
     assert until(lambda: used()[0] <= base[0] + NOISE_MIB)
     assert used()[1] == base[1]
 
 
-def test_sigterm_to_the_keeper_brings_the_job_back(run):
+def test_sigterm_to_the_helper_brings_the_job_back(run):
     told = run("""
         x = torch.arange(1 << 20, device="cuda")
         driver = DriverCheckpoint()
         back = threading.Event()
         driver.on_restored = lambda phase: back.set()
         driver.lock_and_checkpoint(20.0, None)
-        os.kill(driver.keeper_pid, signal.SIGTERM)
+        os.kill(driver.helper_pid, signal.SIGTERM)
         tell(back=back.wait(30), state=driver.state, last=int(x[-1]))
     """)
     assert told == {"back": True, "state": "running", "last": (1 << 20) - 1}

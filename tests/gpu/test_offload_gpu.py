@@ -45,10 +45,10 @@ PREAMBLE = """
     folder = tempfile.mkdtemp()
     def make(room=None, **pool):
         devices = CudaDevices(torch)
-        ledger = HostReservations(folder + "/ledger", room or read_room)
-        gpus = DeviceReservations(folder + "/ledger")
+        reservations = HostReservations(folder + "/reservations", room or read_room)
+        gpus = DeviceReservations(folder + "/reservations")
         return Offload(
-            devices, HostPool(devices, **pool), ledger, gpus, moves=source.restored)
+            devices, HostPool(devices, **pool), reservations, gpus, moves=source.restored)
     def look(**more):
         return CandidateFinder(source, os.environ).find(**{"assume_private": False, **more})
     def nothing(done, total): pass

@@ -369,7 +369,7 @@ def test_the_client_is_gone(jobs):
 @pytest.mark.parametrize("level", ["tensors", "auto"])
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL", "exit"])
 def test_a_process_that_ends_while_it_is_yielded(jobs, level, how):
-    """It ends at once, as it would have; the device and the ledgers forget it."""
+    """It ends at once, as it would have; the device and the reservations forget it."""
     job = jobs.start(f"""
         level, how = {level!r}, {how!r}
         job = Training(extra=256 << 20)
@@ -524,13 +524,13 @@ def test_the_helper_of_the_driver_is_killed_while_it_keeps_us(jobs):
         job.steps(2)
         gpumem_otel.yield_memory(level="auto")
         first = state()
-        keepers = children("gpumem_otel.yielding.driver.helper")
-        for pid in keepers:
+        helpers = children("gpumem_otel.yielding.driver.helper")
+        for pid in helpers:
             os.kill(pid, signal.SIGKILL)
         gpumem_otel.restore()
-        tell(first=first, keepers=len(keepers), state=state(), as_never=job.as_never())
+        tell(first=first, helpers=len(helpers), state=state(), as_never=job.as_never())
     """)
-    assert told["keepers"] == 1
+    assert told["helpers"] == 1
     assert (told["first"], told["state"]) == ("yielded", "running")
     assert told["as_never"]
 
@@ -550,7 +550,7 @@ def test_a_helper_that_can_not_be_started(jobs):
         tell(said=said, level=report.level.value, state=state(), as_never=job.as_never())
     """)
     assert len(told["said"]) == 2
-    assert all("keeper" in line or "helper" in line for line in told["said"]), told
+    assert all("helper" in line for line in told["said"]), told
     assert told["level"] == "tensors"
     assert told["state"] == "running"
     assert told["as_never"]

@@ -125,7 +125,7 @@ def test_a_breach_is_counted_and_logged_once(torch, make, counters, caplog):
     )
     assert profile.comments == (told,)
     assert counters.get("readouts_breached") == 2
-    assert [r.message for r in caplog.records] == [f"the books do not close: {told}"]
+    assert [r.message for r in caplog.records] == [f"accounting mismatch: {told}"]
 
 
 @pytest.mark.parametrize("raced", [True, False])

@@ -136,7 +136,7 @@ def test_who_goes_away_leaves_the_line_at_once(bench):
     bench.opened(20)
     stop = threading.Event()
     bench.clock.on_wait.append(lambda: stop.set() if bench.clock.seconds >= 3 else None)
-    assert str(bench.refusal(stop=stop)) == "window: the wait for it was ended"
+    assert str(bench.refusal(stop=stop)) == "window: the wait was ended"
     assert bench.clock.seconds == pytest.approx(3, abs=0.11)
 
 

@@ -244,8 +244,8 @@ def test_who_waits_for_a_piece_that_is_dropped_is_told(make, monkeypatch):
     threading.Timer(0.05, gate.set).start()
     pool.stop()
     waits.join(20)
-    reason = "host memory: 1 MiB could not be had (InterruptedError: given up); nothing was moved"
-    assert told == [reason]
+    assert len(told) == 1
+    assert "(InterruptedError: given up); nothing was moved" in told[0]
     assert pool.capacity_bytes == 0
 
 
@@ -268,7 +268,7 @@ def test_one_piece_is_registered_at_a_time_and_what_waits_is_dropped(make, drive
     assert driver.entered.wait(20)
     for one in waits[1:]:
         one.start()
-    while not all(piece.asked for piece in others):
+    while not all(piece.pin_requested for piece in others):
         assert any(one.is_alive() for one in waits[1:])
     threading.Timer(0.05, driver.gate.set).start()
     pool.stop()

@@ -97,7 +97,7 @@ def blocks(found):
 
 def whys(found):
     return {stay.why for stay in found.stays if stay.cause == "foreign"} - {
-        "memory that torch's allocator did not give out: imported, or registered"
+        "memory that is not of torch's allocator: imported, or registered"
     }
 
 
@@ -410,7 +410,7 @@ def test_a_copy_that_runs_beside_the_look_hides_nothing_of_autograd(source):
 
 
 def test_what_was_probable_is_of_no_authority(source):
-    """Held by C++ alone by now: what the head start holds on to does not make it go."""
+    """Held by C++ alone by now: what the prefetch holds on to does not make it go."""
     big = torch.zeros(2 << 20, dtype=torch.uint8)
     where = address(big)
     source.block(where, 2 << 20)
