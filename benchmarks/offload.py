@@ -22,8 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 GIB = 1 << 30
 
 

@@ -33,7 +33,6 @@ class DerivedProfiles:
     """Makes them; `note` is a tap of the reader, `make` is for the pushing thread.
 
     Args:
-        namer: names Python frames.
         config: kinds and budgets.
         counters: takes `exporter_stall_seconds`.
         pacer: releases the interpreter lock between slices of our own work.

@@ -1,30 +1,35 @@
-"""Makes readings of live memory: a snapshot, plus what torch does not know about its blocks.
+"""Makes readings of live memory and of windows of events.
 
-That is the tensor classes, the roots of blocks without a stack, and the original stacks of memory
+A reading is a snapshot, plus what torch does not know about its blocks.
+That is their tensor classes, the roots of blocks without a stack, and the original stacks of memory
 that a restore has allocated.
 """
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.base.logs import named_logger
+from gpumem_otel.base.profile import DeviceStats
 from gpumem_otel.base.protocols import no_pause
 from gpumem_otel.capture.restored import Replaced
 from gpumem_otel.capture.stackless import StacklessRoots
 from gpumem_otel.capture.table_entries import workspace_sizes
 from gpumem_otel.capture.tensor_table import TensorTable
-from gpumem_otel.errors import CaptureError
+from gpumem_otel.capture.window_queue import ANOTHER_IS_OPEN
+from gpumem_otel.errors import BusyError, CaptureError
 from gpumem_otel.snapshot.reading import Reading
 from gpumem_otel.snapshot.snapshot import from_torch
 from gpumem_otel.snapshot.tensor_classes import Classifier, workspaces_in
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from gpumem_otel.base.counters import Counters
-    from gpumem_otel.base.profile import DeviceStats
+    from gpumem_otel.base.gate import QuietGate
     from gpumem_otel.base.protocols import Clock
     from gpumem_otel.capture.device_stats import StatsReader
     from gpumem_otel.capture.gil_pacing import Pacer
@@ -47,6 +52,8 @@ _BLOCK_SECONDS: Final = 3e-6
 """Cost of a snapshot per live block, before one was measured: 2.6 us on an H200's host."""
 _ENTRY_SECONDS: Final = 3e-7
 """Cost per entry of the address table."""
+_TICK_SECONDS: Final = 0.05
+_STEP_TICK_SECONDS: Final = 0.02
 _PACE_FROM_BLOCKS: Final = 1000
 """With fewer blocks their cost cannot be measured."""
 
@@ -57,7 +64,6 @@ class SnapshotTaker:
     Args:
         recorder: reads the allocator.
         restored: its lock keeps restores from allocating meanwhile.
-        clock: time.
 
     Attributes:
         block_seconds: cost of the last snapshot per live block.
@@ -153,7 +159,10 @@ class LiveReads:
         restored: memory allocated by restores.
         pacer: releases the interpreter lock between slices of a pass over all blocks.
         environ: the process's environment, for the size of cuBLAS's workspace.
-        counters: takes `exporter_stall_seconds` of `completed`.
+        counters: takes `exporter_history_overflow`, and `exporter_stall_seconds` of `completed` and
+            of windows that fail.
+        gate: a window ends early when it closes.
+        max_window_events: of one window, per device.
 
     Attributes:
         roots: names blocks without a stack.
@@ -169,6 +178,9 @@ class LiveReads:
         pacer: Pacer,
         environ: Mapping[str, str],
         counters: Counters,
+        clock: Clock,
+        gate: QuietGate,
+        max_window_events: int,
     ) -> None:
         self._recorder = recorder
         self._snapshots = snapshots
@@ -177,6 +189,11 @@ class LiveReads:
         self._pacer = pacer
         self._environ = environ
         self._counters = counters
+        self._clock = clock
+        self._gate = gate
+        self._max_window_events = max_window_events
+        self._window_lock = threading.Lock()
+        self._idle_seconds = 0.0
         self._workspaces: tuple[int, ...] | None = None
         self._workspaces_before: set[int] = set()
         self._gaps_seen = 0
@@ -191,8 +208,9 @@ class LiveReads:
         self._gaps_seen = self._recorder.gaps
 
     def forget_parent(self) -> None:
-        """In a forked child: the parent's workspaces do not exist."""
+        """In a forked child: the parent's workspaces and window do not exist."""
         self._workspaces_before = set()
+        self._window_lock = threading.Lock()
 
     # on our thread, in slices
 
@@ -298,3 +316,124 @@ class LiveReads:
         """See `TorchSource.as_before_restores`."""
         replaced = self._restored.put_into(raw, self._restored.entries(), no_pause)
         return self.roots.remembered(replaced.roots)
+
+    # windows of events
+
+    def window(
+        self,
+        stats: StatsReader,
+        seconds: float,
+        stop: threading.Event,
+        *,
+        frees: bool,
+        enough: Callable[[], bool] | None,
+    ) -> Reading:
+        """Record one window at a time, see `WindowSource.window`.
+
+        Raises:
+            BusyError: another window is open.
+            CaptureError: recording could not be switched, or the allocator could not be read.
+        """
+        if not self._window_lock.acquire(blocking=False):
+            raise BusyError(ANOTHER_IS_OPEN)
+        started = self._clock.monotonic()
+        self._idle_seconds = 0.0
+        try:
+            restored = self._restored.entries()
+            before, raw, reading, entries = self._record_events(stats, seconds, stop, frees, enough)
+        except (CaptureError, RuntimeError) as error:
+            self._counters.add("exporter_stall_seconds", self._busy_since(started))
+            if isinstance(error, CaptureError):
+                raise
+            raise CaptureError(f"window: {error}; no profile this time") from error
+        else:
+            stall_seconds = self._busy_since(started)
+        finally:
+            self._window_lock.release()
+        replaced, put_seconds = self.put_originals(raw, restored)
+        stall_seconds += put_seconds
+        classifier = None
+        if entries is not None:
+            classifier, sliced_seconds = self.classifier(reading.snapshot, entries)
+            stall_seconds += sliced_seconds
+        return replace(
+            reading,
+            before=before + _fresh(before, reading.after),
+            stall_seconds=stall_seconds,
+            stackless=self.roots.of_events(),
+            stackless_blocks=self.roots.of_blocks(ours=True, restored=replaced.roots),
+            classifier=classifier,
+        )
+
+    def _busy_since(self, started: float) -> float:
+        return self._clock.monotonic() - started - self._idle_seconds
+
+    def _record_events(
+        self,
+        stats: StatsReader,
+        seconds: float,
+        stop: threading.Event,
+        frees: bool,
+        enough: Callable[[], bool] | None,
+    ) -> tuple[tuple[DeviceStats, ...], Any, Reading, TableEntries | None]:
+        before = stats.counters(stats.devices())
+        self._recorder.open_window(self._max_window_events, frees=frees)
+        per_free = max(self._recorder.events_per_free, int(frees))
+        # only peak profiles, which need frees, show tensor classes
+        tensors = self._tensors if frees else None
+        try:
+            with nullcontext() if tensors is None else tensors.wanted_now():
+                self._wait(stats, before, seconds, stop, per_free, enough)
+            entries = None if tensors is None else tensors.snapshot()
+            raw, reading = self._snapshots.take(stats, traces=True)
+        finally:
+            undisturbed = self._recorder.close_window()
+        if not undisturbed:
+            raise CaptureError("window: the job switched memory history itself; its events stay")
+        self._count_overflow(raw)
+        return before, raw, reading, entries
+
+    def _wait(  # noqa: PLR0917 - as `window` was called
+        self,
+        stats: StatsReader,
+        before: Sequence[DeviceStats],
+        seconds: float,
+        stop: threading.Event,
+        events_per_free: int,
+        enough: Callable[[], bool] | None,
+    ) -> None:
+        clock = self._clock
+        end = clock.monotonic() + seconds
+        tick = _TICK_SECONDS if enough is None else _STEP_TICK_SECONDS
+        first = {s.device: (s.allocations, s.frees) for s in before}
+        limit = self._max_window_events * 4 // 5  # leaves space for events until the next check
+        while (left := end - clock.monotonic()) > 0:
+            asleep = clock.monotonic()
+            stopped = clock.wait(stop, min(left, tick))
+            self._idle_seconds += clock.monotonic() - asleep
+            if stopped or self._gate.closed or (enough is not None and enough()):
+                return
+            for now in stats.counters(stats.devices()):
+                allocations, frees = first.get(now.device, (0, 0))
+                freed = (now.frees - frees) * events_per_free
+                if now.allocations - allocations + freed >= limit:
+                    return
+
+    def _count_overflow(self, raw: Any) -> None:
+        traces = raw.get("device_traces") or () if isinstance(raw, dict) else ()
+        for trace in traces:
+            if len(trace) >= self._max_window_events:
+                self._counters.add("exporter_history_overflow")
+
+
+def _fresh(before: Sequence[DeviceStats], after: Sequence[DeviceStats]) -> tuple[DeviceStats, ...]:
+    """Zero counters for devices that came into use within the window."""
+    known = {one.device for one in before}
+    return tuple(
+        DeviceStats(
+            device=one.device, allocated_bytes=0, requested_bytes=0, active_bytes=0,
+            reserved_bytes=0,
+        )
+        for one in after
+        if one.device not in known
+    )  # fmt: skip

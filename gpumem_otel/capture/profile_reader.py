@@ -38,12 +38,9 @@ class LiveProfileReader:
 
     Args:
         source: a live process or a recording.
-        namer: names Python frames.
-        clock: time.
         counters: takes `exporter_stall_seconds`, `exporter_runs` and `exporter_seconds` of the
             stages `read` and `window` (without the wait for a window's end and without taps),
             `readouts_raced`, `readouts_breached`. Errors are counted by the caller.
-        config: budgets.
         pacer: releases the interpreter lock between slices of our own work.
         describe: more comments for every profile (rank, versions), called at each read-out.
         share_seconds: see `SHARE_SECONDS`; 0: every call reads.
@@ -77,7 +74,7 @@ class LiveProfileReader:
         self._costs = Costs(counters, describe)
         self._share_seconds = share_seconds
         self._lock = threading.Lock()
-        self._books: Mapping[int, DeviceTotals] = {}
+        self._totals: Mapping[int, DeviceTotals] = {}
         self._classes: Mapping[int, Mapping[str, int]] = {}
         self._last: tuple[float, tuple[HeapProfile, ...]] | None = None
         self._logged_breach = False
@@ -131,7 +128,7 @@ class LiveProfileReader:
 
     def books(self) -> Mapping[int, DeviceTotals]:
         """The totals of the last live read-out by device; {} before the first."""
-        return self._books
+        return self._totals
 
     def classes(self) -> Mapping[int, Mapping[str, int]]:
         """Bytes by tensor class at the last live read-out, by device; {} before the first.
@@ -148,8 +145,8 @@ class LiveProfileReader:
 
     def _read_and_keep(self, started: float) -> tuple[HeapProfile, ...]:
         reading = self._source.read()
-        profiles, sliced_seconds, books, classes = self._live(reading)
-        self._books = books
+        profiles, sliced_seconds, totals, classes = self._live(reading)
+        self._totals = totals
         self._classes = _with_those_before(self._classes, classes)
         stall_seconds = reading.stall_seconds + sliced_seconds
         self._costs.count("read", self._clock.monotonic() - started)
@@ -168,7 +165,7 @@ class LiveProfileReader:
     ]:
         """The profiles, the seconds of our slices, the totals, and bytes by class."""
         pacer, config = self._pacer, self._config
-        books: dict[int, DeviceTotals] = {}
+        totals: dict[int, DeviceTotals] = {}
         classes: dict[int, dict[TensorClass, int]] = {}
         classifier = None if config.class_as == "off" else reading.classifier
         class_as: ClassAs = "label" if config.class_as == "label" else "root"
@@ -177,7 +174,7 @@ class LiveProfileReader:
         pacer.begin()
         try:
             for device in devices_of(reading):
-                books[device] = reading.snapshot.books(device, pacer.pause)
+                totals[device] = reading.snapshot.books(device, pacer.pause)
                 profile = live_profile(
                     reading.snapshot,
                     device,
@@ -192,14 +189,14 @@ class LiveProfileReader:
                 if classifier is not None:
                     classes[device] = classes_of(profile, class_as)
                 profile = apply_budget(profile, max_samples=config.max_samples)
-                verdict = self._check(reading, device, books[device], profile)
+                verdict = self._check(reading, device, totals[device], profile)
                 profiles.append(with_comments(profile, (verdict, *extra)))
         finally:
             sliced_seconds = pacer.end()
-        return tuple(profiles), sliced_seconds, books, classes
+        return tuple(profiles), sliced_seconds, totals, classes
 
     def _check(
-        self, reading: Reading, device: int, books: DeviceTotals, profile: HeapProfile
+        self, reading: Reading, device: int, totals: DeviceTotals, profile: HeapProfile
     ) -> str:
         """Compare profile, snapshot and counters; returns the result as a sentence.
 
@@ -211,13 +208,13 @@ class LiveProfileReader:
         raced = reading.raced(device) or stats is None
         if raced:
             self._counters.add("readouts_raced")
-        sizes = f"device {device}: profile {total_bytes}, snapshot {books.allocated_bytes}"
+        sizes = f"device {device}: profile {total_bytes}, snapshot {totals.allocated_bytes}"
         if raced or stats is None:
-            if total_bytes == books.allocated_bytes:
+            if total_bytes == totals.allocated_bytes:
                 return RACED
             sizes += " bytes allocated"
         else:
-            if total_bytes == books.allocated_bytes == stats.allocated_bytes:
+            if total_bytes == totals.allocated_bytes == stats.allocated_bytes:
                 return EQUAL
             sizes += (
                 f", allocator {stats.allocated_bytes} bytes allocated, while nothing was allocated"

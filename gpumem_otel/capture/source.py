@@ -1,7 +1,6 @@
 """The live torch process as a `Source` and a `WindowSource`.
 
-This file decides when it can be read and reads its counters; `live_reads.py` makes the readings,
-`event_window.py` records events.
+This file decides when it can be read and reads its counters; `live_reads.py` makes the readings.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from gpumem_otel.base.gate import QuietGate
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.base.profile import SourceStatus
 from gpumem_otel.capture.device_stats import StatsReader
-from gpumem_otel.capture.event_window import EventWindow
 from gpumem_otel.capture.gil_pacing import Pacer
 from gpumem_otel.capture.live_reads import COPIES_HISTORY, LiveReads, SnapshotTaker
 from gpumem_otel.capture.objects.shared_storages import SharedStorages
@@ -109,17 +107,9 @@ class TorchSource:
             pacer=pacer or Pacer(),
             environ=self._environ,
             counters=counters,
-        )
-        self._window = EventWindow(
-            self.recorder,
-            self._snapshots,
-            self._reads,
-            tensors=self.tensors,
-            restored=self.restored,
-            max_events=max_window_events,
-            gate=self.gate,
             clock=self._clock,
-            counters=counters,
+            gate=self.gate,
+            max_window_events=max_window_events,
         )
         self._pid = os.getpid()
         self._stats: StatsReader | None = None
@@ -182,7 +172,6 @@ class TorchSource:
         self._pid = os.getpid()
         self.gate.forget_parent()
         self._stats = None
-        self._window.forget_parent()
         self.recorder.forget_parent()
         self.exports.forget_parent()
         self.restored.clear()
@@ -348,7 +337,7 @@ class TorchSource:
         `stall_seconds` of the reading include opening and closing, but not the idle wait.
         """
         with self._within("window"):
-            return self._window.record(self._readable(), seconds, stop, frees=frees, enough=enough)
+            return self._reads.window(self._readable(), seconds, stop, frees=frees, enough=enough)
 
 
 def _count_refresh(counters: Counters, seconds: float) -> None:

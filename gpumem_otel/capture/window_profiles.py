@@ -112,11 +112,8 @@ class WindowReader:
 
     Args:
         source: a live process or a recording.
-        namer: names Python frames.
-        clock: time.
         costs: takes the stall, and runs and seconds of the stage `window`, without the wait for the
             window's end and without taps.
-        config: budgets.
         pacer: releases the interpreter lock between slices of our own work.
         lock: held while profiles are made, never while a window is open.
 

@@ -109,7 +109,7 @@ def never():
 
 @contextlib.contextmanager
 def failing_resize(when, error=None, *, done=False):
-    """Storages can not be resized at some calls, by number from 1 and size; or are, and fail."""
+    """Resizing fails at some calls, chosen by number from 1 and size; `done`: after resizing."""
     calls, real = [], torch.UntypedStorage.resize_
 
     def resize_(storage, size):

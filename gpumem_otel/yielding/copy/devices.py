@@ -5,6 +5,7 @@ Both are called only at a safe point, by the one thread that moves memory; `regi
 `unregister` by the pool's pinning threads.
 """
 
+# ruff: noqa: D102 - `CpuDevices` documents the methods of `CudaDevices`
 from __future__ import annotations
 
 import ctypes
@@ -56,7 +57,6 @@ class CpuDevices:
     """Storages in host memory: `mark` returns when the copies are done.
 
     Args:
-        torch: the module.
         free: free bytes of a device; None for no limit.
         pin: replaces the driver's pinning: (address, bytes) -> "" or the reason of a failure.
     """
@@ -159,16 +159,13 @@ class CudaDevices(CpuDevices):
         self._streams: dict[int, tuple[Any, ...]] = {}
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """See `CpuDevices`."""
         current: AbstractContextManager[None] = self.torch.cuda.device(device)
         return current
 
     def synchronize(self, device: int) -> None:
-        """See `CpuDevices`."""
         self.torch.cuda.synchronize(device)
 
     def lane(self, device: int) -> Lane:
-        """See `CpuDevices`."""
         cuda = self.torch.cuda
         streams = self._streams.get(device)
         if streams is None:
@@ -178,7 +175,6 @@ class CudaDevices(CpuDevices):
 
     @contextmanager
     def allocating(self, device: int, stream: int) -> Iterator[None]:
-        """See `CpuDevices`."""
         cuda = self.torch.cuda
         with cuda.device(device), cuda.stream(self._stream(device, stream)):
             yield
@@ -190,35 +186,29 @@ class CudaDevices(CpuDevices):
         return cuda.default_stream(device)
 
     def empty_cache(self) -> None:
-        """See `CpuDevices`."""
         self.torch.cuda.empty_cache()
 
     def free_bytes(self, device: int) -> int:
-        """See `CpuDevices`."""
         return int(self.torch.cuda.mem_get_info(device)[0])
 
     def uuid(self, device: int) -> str:
-        """See `CpuDevices`; `GPU-` and the UUID, or the name and index before torch 2.4."""
+        # before torch 2.4 the name and index
         properties = self.torch.cuda.get_device_properties(device)
         uuid = getattr(properties, "uuid", None)
         name = properties.name.replace(" ", "-")
         return f"GPU-{uuid}" if uuid is not None else f"{name}-{device}"
 
     def is_short_of_memory(self, error: BaseException) -> bool:
-        """See `CpuDevices`."""
         return isinstance(error, self.torch.cuda.OutOfMemoryError)
 
     def use(self, device: int) -> None:
-        """See `CpuDevices`."""
         self.torch.cuda.set_device(device)
 
     def register(self, address: int, size_bytes: int, device: int) -> str:  # noqa: ARG002
-        """See `CpuDevices`."""
         code = int(self._cudart.cudaHostRegister(address, size_bytes, _PORTABLE))
         return "" if code == 0 else f"cudaHostRegister returned {code}"
 
     def unregister(self, address: int) -> None:
-        """See `CpuDevices`."""
         self._cudart.cudaHostUnregister(address)
 
 

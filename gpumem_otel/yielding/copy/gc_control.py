@@ -85,9 +85,9 @@ class HeldGarbage:
     """Excludes the objects that exist at `hold` from collection, until `let_go`.
 
     Objects made afterwards are collected as usual; none of them can be a tensor on a device. If the
-    job has frozen objects itself (`gc.freeze`), this does nothing, since they could not be told
-    apart afterwards: a lease still ends the yield then. If the job freezes objects meanwhile (a
-    server before it forks), everything stays frozen as the job asked.
+    job has frozen objects itself (`gc.freeze`), this does nothing, since they cannot be
+    distinguished afterwards: a lease still ends the yield then. If the job freezes objects
+    meanwhile (a server before it forks), everything stays frozen as the job asked.
     """
 
     def __init__(self) -> None:

@@ -55,8 +55,7 @@ class Offload:
         gpus: the locks of the GPUs.
         keep_bytes: limit of the host memory kept pinned between yields; None for all.
         staging: makes a ring of buffers for a device.
-        moves: is told which storages have moved.
-        monotonic: seconds of a clock that never goes back.
+        moves: receives the storages that have moved.
 
     Attributes:
         on_waiting: called once per device with the reason why a restore waits for memory.

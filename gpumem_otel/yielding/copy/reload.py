@@ -37,8 +37,7 @@ class Reload:
         devices: of the storages.
         gpus: the locks of the GPUs.
         mover: makes a run of copies.
-        moves: is told which storages have moved.
-        monotonic: seconds of a clock that never goes back.
+        moves: receives the storages that have moved.
         on_waiting: called once per device with the reason why memory is waited for.
     """
 

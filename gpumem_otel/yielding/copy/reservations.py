@@ -50,8 +50,6 @@ class HostReservations:
         folder: shared by the processes of one user; made if missing.
         room: what is free for this process now, see `limits.py`.
         limit_bytes: for all processes together; None for no limit.
-        monotonic: seconds of a clock that never goes back.
-        sleep: waits for a number of seconds.
     """
 
     def __init__(
@@ -233,8 +231,6 @@ class DeviceReservations:
 
     Args:
         folder: as of `HostReservations`.
-        monotonic: seconds of a clock that never goes back.
-        sleep: waits for a number of seconds.
     """
 
     def __init__(

@@ -217,7 +217,6 @@ class DeviceRoom:
     Uses NVML, which needs no context. Without NVML nothing is known, and a restore is tried anyway.
 
     Args:
-        pid: the process.
         nvml: name of the module.
         need: by device UUID, if known from before.
         ask_smi: use `nvidia-smi` instead, as a locked process must.

@@ -283,7 +283,7 @@ class CheckpointHelper:
 def _serve(
     helper: CheckpointHelper, parent: int, commands: int, wake: int, reexecute: Callable[[], None]
 ) -> None:
-    """Run until the parent has ended, or is back and we were told to end."""
+    """Run until the parent has ended, or is back and we have to end."""
     watched = [commands, wake]
     alive: int | None = None
     with contextlib.suppress(OSError, AttributeError):

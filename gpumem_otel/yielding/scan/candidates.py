@@ -89,7 +89,6 @@ class CandidateFinder:
 
     Args:
         source: reads the allocator; has the address table and the record of shared storages.
-        environ: of the process.
         device_type: of the storages: `cpu` for tests without a GPU.
     """
 

@@ -1,4 +1,4 @@
-"""A file without a name that takes what host memory can not."""
+"""The unnamed file that takes what does not fit into host memory."""
 
 from __future__ import annotations
 

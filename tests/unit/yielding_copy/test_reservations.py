@@ -160,7 +160,7 @@ def test_a_lock_that_is_not_let_go_is_not_waited_for_without_end(start, make, fo
     reservations = make(monotonic=clock.monotonic, sleep=clock.sleep)
     other = make()
     reservations.reserve(400)
-    holder = start(LOCK, f"{folder}/lock")  # and stands still
+    holder = start(LOCK, f"{folder}/lock")  # and is stopped
     assert holder.stdout.readline() == "holds\n"
     with pytest.raises(YieldRefusedError, match=rf"PID {holder.pid}\).* 5 s; continue it"):
         reservations.reserve(100)

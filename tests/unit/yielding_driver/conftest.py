@@ -41,9 +41,9 @@ def make(device):
         driver = DriverCheckpoint(
             environ={}, settings=HelperSettings(**settings), call_seconds=5.0, **arguments
         )
-        driver.told = queue.Queue()
-        driver.on_restored = lambda phase: driver.told.put(("restored", phase))
-        driver.on_waiting = lambda why: driver.told.put(("waiting", why))
+        driver.reported = queue.Queue()
+        driver.on_restored = lambda phase: driver.reported.put(("restored", phase))
+        driver.on_waiting = lambda why: driver.reported.put(("waiting", why))
         made.append(driver)
         return driver
 

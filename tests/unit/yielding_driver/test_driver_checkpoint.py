@@ -32,7 +32,7 @@ def test_there_and_back(make, device):
     assert device.names == WHOLE
     assert {pid for _, pid in device.calls} == {helper}, "somebody else called the driver"
     assert wait_gone(helper)
-    assert driver.told.empty(), "nobody came back by a lease"
+    assert driver.reported.empty(), "nobody came back by a lease"
 
 
 def has_loaded(pid):
@@ -73,7 +73,7 @@ def test_a_signal_while_it_starts_itself_anew_is_not_lost(make, device):
     driver = make()
     driver.lock_and_checkpoint(5.0, None)
     os.kill(driver.helper_pid, signal.SIGTERM)
-    what, _ = driver.told.get(timeout=10)
+    what, _ = driver.reported.get(timeout=10)
     assert what == "restored"
     assert (driver.state, device["state"]) == ("running", 0)
     assert device.names == WHOLE

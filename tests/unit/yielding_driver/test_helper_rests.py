@@ -23,7 +23,7 @@ NEED = {"GPU": 5}
 
 
 class Calls:
-    """A driver that does what it is told."""
+    """A driver that does what it is reported."""
 
     def __init__(self, state="running", *, starts=True):
         self.now, self.starts, self.started = state, starts, 0
@@ -138,13 +138,13 @@ def test_a_signal_in_the_turn_of_the_command_is_not_forgotten(tmp_path, others):
     device.set(persistent=1)
     if others:
         device.plan("cuCheckpointProcessCheckpoint", [others])
-    told = {
+    reported = {
         "pid": os.getpid(), "driver": "support.fake_driver", "nvml": "support.fake_driver",
         "first_pause_seconds": 0.02, "longest_pause_seconds": 0.1,
     }  # fmt: skip
     tests = Path(__file__).parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-S", "-m", "gpumem_otel.yielding.driver.helper", json.dumps(told)],
+        [sys.executable, "-S", "-m", "gpumem_otel.yielding.driver.helper", json.dumps(reported)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={
