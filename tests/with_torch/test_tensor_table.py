@@ -69,7 +69,7 @@ def storage_sizes(tensors):
     """Counted on its own: address -> bytes."""
     return {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensor_table
+        for t in tensors
         if t is not None and t.untyped_storage().data_ptr()
     }
 
