@@ -86,7 +86,7 @@ class DerivedProfiles:
         self._pinned = (apply_budget(profile, max_samples=self._config.max_samples),)
 
     def make(self, kind: ProfileKind, live: tuple[HeapProfile, ...]) -> tuple[HeapProfile, ...]:
-        """See `PushReader`."""
+        """See `PushReader.derived`."""
         if kind is ProfileKind.PINNED:
             return self.pinned(max((profile.time_ns for profile in live), default=0))
         self._pacer.begin()

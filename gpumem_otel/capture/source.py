@@ -39,7 +39,7 @@ _log = named_logger("gpumem_otel.capture")
 _NO_CACHING: Final = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 _ENGINE_IS_NAMED_SINCE: Final = (2, 4)
 _JOB_RECORDS: Final = "job_records_history"
-_QUIET: Final = "the driver has locked this process: nothing is read until it runs again"
+_QUIET: Final = "the driver holds this process: nothing is read until it runs again"
 
 _UNSUPPORTED: Final = {
     "allocator_backend": "allocator backend %s keeps no stacks: device metrics only",

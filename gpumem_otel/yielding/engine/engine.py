@@ -167,7 +167,7 @@ class YieldEngine:
             except Exception as error:
                 _log.warning("at the end of the process: %s", error)
             if checkpoint is not None:
-                # the helper goes on trying: what the interpreter frees at its end waits for the
+                # the keeper goes on trying: what the interpreter frees at its end waits for the
                 # driver
                 checkpoint.close()
         self._caller.close()
@@ -177,7 +177,7 @@ class YieldEngine:
                 self._give_host_back()
 
     def after_fork_in_child(self) -> None:
-        """A forked child holds nothing of its parent's memory; it must not speak to its helper."""
+        """A forked child holds nothing of its parent's memory; it must not speak to its keeper."""
         forget = getattr(self._parts.checkpoint, "forget_parent", None)
         if forget is not None:
             forget()

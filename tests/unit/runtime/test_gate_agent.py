@@ -133,8 +133,8 @@ def test_a_profile_is_the_last_one_and_says_so(agent, quiet):
     assert profile.total("inuse_space") == 1024
     (told,) = [c for c in profile.comments if c.startswith("read 1")]
     assert told.endswith(
-        "s before it was asked for: read: the driver has locked this process: nothing is read "
-        "until it runs again"
+        "s before it was asked for: read: the driver holds this process: nothing is read until it "
+        "runs again"
     )
 
 
@@ -148,7 +148,7 @@ def test_what_was_never_read_is_refused(agent, torch):
         with pytest.raises(urllib.error.HTTPError) as caught:
             get(agent, path)
         assert caught.value.code == 503
-        assert b"the driver has locked this process" in caught.value.read()
+        assert b"the driver holds this process" in caught.value.read()
     assert torch.noted.calls == []
     assert agent.counters.get("exporter_errors", stage="read") == 0
 
