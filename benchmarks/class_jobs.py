@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["JOBS", "PAIRS", "Job"]
 
 WIDTH = 1024
 VOCABULARY = 8000

@@ -24,8 +24,6 @@ import torch
 
 from gpumem_otel.capture.tensor_table import TensorTable
 
-__all__ = ["main", "measure"]
-
 COUNTS = (1_000, 10_000, 100_000)
 _PER_LAYER = 8  # weight and bias, each with gradient and two moments
 _REPEATS = 5

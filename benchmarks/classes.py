@@ -10,7 +10,7 @@ first, trains some steps, and is read at two moments:
 * at the end of forward: bytes of `activation`, against the storages that autograd saves, counted
   by `saved_tensors_hooks`, each once, without parameters, buffers and inputs.
 
-Block bytes are larger than what was asked for by the allocator's rounding, which nobody can
+Block bytes are larger than what was asked for by the allocator's rounding, which no class can
 compute from outside; so requested bytes are compared. Printed too is the share of what is
 allocated that stays unattributed at both moments.
 """
@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["main"]
 
 STEPS = 4
 NAMED = ("parameter", "buffer", "gradient", "optimizer_state")

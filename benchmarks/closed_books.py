@@ -1,4 +1,4 @@
-"""Does every read-out of a training job close the books? How many are raced?
+"""Do the totals of every read-out of a training job agree? How many are raced?
 
     python benchmarks/closed_books.py --out benchmarks/results/closed-books-h200.json
 

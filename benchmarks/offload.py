@@ -22,8 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-__all__ = ["main"]
-
 GIB = 1 << 30
 
 
@@ -105,8 +103,8 @@ def _measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             pinned_limit_bytes=0 if options.pageable else None,
         )
         space = (lambda: HostRoom(0, "the benchmark")) if options.disk else read_room
-        host = HostReservations(f"{folder}/ledger", space)
-        offload = Offload(devices, pool, host, DeviceReservations(f"{folder}/ledger"))
+        host = HostReservations(f"{folder}/reservations", space)
+        offload = Offload(devices, pool, host, DeviceReservations(f"{folder}/reservations"))
         _cycle(offload, tensors, options.disk, verify=True)  # contents, and everything loaded
         offload.give_back()
         for cycle in range(options.cycles):
@@ -127,13 +125,13 @@ def _cycle(
     from gpumem_otel.yielding.values import Candidate, YieldRequest
 
     storages = [tensor.untyped_storage() for tensor in tensors]
-    movables = [
+    candidates = [
         Candidate(s, 0, s.data_ptr(), s.nbytes(), s.nbytes(), 0, "parameter") for s in storages
     ]
     total = sum(s.nbytes() for s in storages)
     parts = {}
     started = time.perf_counter()
-    offload.admit(movables, YieldRequest(verify=verify, disk_dir=disk))
+    offload.admit(candidates, YieldRequest(verify=verify, disk_dir=disk))
     parts["admit"] = time.perf_counter() - started
     parts["copy"] = offload.copy_out(_nothing, _never).seconds
     copied = time.perf_counter()

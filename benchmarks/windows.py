@@ -6,7 +6,7 @@ Three jobs, from GPU-bound to one that does nothing but allocate. Per window: it
 steps, how long the interpreter lock was held for it (the copy of the events, and our slices), and
 how often windows come by themselves at the default `max_stall_ratio`. Step times are medians of
 steps while a window is open and of those just before it, in pairs; the copy of the events falls
-into the step after it, which is told apart as `step_of_read_out_ms`.
+into the step after it, which is reported separately as `step_of_read_out_ms`.
 """
 
 from __future__ import annotations

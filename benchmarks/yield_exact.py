@@ -5,7 +5,7 @@
 Every job runs in processes of its own: once without `gpumem_otel`, once with yields at steps drawn
 from a seed, half of them calls between two steps, half commands from another thread while the loop
 runs. Every loss and every tensor of the end state is compared bit for bit. Between a yield and its
-restore the freed memory is overwritten, so that nothing comes back by luck. Levels that can not
+restore the freed memory is overwritten, so that nothing comes back by luck. Levels that cannot
 hold for a job (a captured graph, a live communicator, a prefetcher of which nothing is known) are
 asked for too, and have to be refused without touching the job.
 
@@ -292,7 +292,7 @@ class Way:
         self.notes: dict[str, Any] = {}
 
     hooks: Any = None
-    """What the job tells of its threads and models; None for what a job tells nobody."""
+    """What the job registers of its threads and models."""
 
     def install(self) -> None:
         """Before the job is built."""
@@ -347,14 +347,14 @@ class Yields(Way):
             YieldRequest,
         )
 
-        class Told(jobs().Hooks):  # type: ignore[misc]
+        class Registered(jobs().Hooks):  # type: ignore[misc]
             def watch(self, *objects: Any, **named: Any) -> None:
                 gpumem_otel.watch(*objects, **named)
 
             def participant(self, thread: threading.Thread) -> None:
                 gpumem_otel.participant(thread)
 
-        self.hooks = Told()
+        self.hooks = Registered()
         self.api, self.refusal = gpumem_otel, YieldRefusedError
         self.yields, self.state = yields, OperationState
         self.request, self.back, self.level = YieldRequest, RestoreRequest, YieldLevel

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["GIB", "SAVER", "SETTLE_SECONDS", "run_child"]
 
 GIB = 1 << 30
 WIDTH, HEADS = 2048, 16
@@ -126,16 +125,16 @@ class Rows:
         if left["left_mib"] and tool.startswith("level") and tool != "level tensors":
             time.sleep(SETTLE_SECONDS)  # until the process beside us has let go of the driver
             left["left_later_mib"] = used_mib()
-        self.add(tool, what, seconds=seconds, **left, **told(report))
+        self.add(tool, what, seconds=seconds, **left, **reported(report))
         began = time.perf_counter()
         report = take()
         seconds = time.perf_counter() - began
         rss = round(int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / GIB, 2)
         kind = what.replace("yield", "restore")
-        self.add(tool, kind, seconds=seconds, equal=self.same(), rss_gib=rss, **told(report))
+        self.add(tool, kind, seconds=seconds, equal=self.same(), rss_gib=rss, **reported(report))
 
 
-def told(report: Any) -> dict[str, Any]:
+def reported(report: Any) -> dict[str, Any]:
     """What a report of ours says."""
     if report is None or not hasattr(report, "phases"):
         return {}

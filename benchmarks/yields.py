@@ -109,7 +109,7 @@ def why_no_device() -> str:
     if done.returncode in {0, 3}:
         return "torch finds no CUDA device" if done.returncode else ""
     said = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
-    return f"torch can not be imported: {said[0]}"
+    return f"torch cannot be imported: {said[0]}"
 
 
 def child(gib: int, parts: tuple[str, ...], seconds: float) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def fill(size_bytes: int) -> None:
 
 
 def held_in(path: Path) -> dict[str, Any]:
-    """What a file of runs holds; one line where it can not be read."""
+    """The contents of a file of runs; one line if it cannot be read."""
     try:
         held: dict[str, Any] = json.loads(path.read_text())
     except OSError as error:

@@ -1,8 +1,8 @@
-"""Tells when this process has imported torch, and when it has initialised CUDA; never polls.
+"""Calls back when this process has imported torch and when it has initialised CUDA; never polls.
 
-The moment comes from torch itself (`torch.cuda._lazy_call`), before the job's first allocation, so
-that everything it allocates is recorded. While torch is not imported, one finder at the head of
-`sys.meta_path` waits for it and removes itself once torch is there. torch is never imported here.
+torch itself calls back (`torch.cuda._lazy_call`) before the job's first allocation, so that all of
+them are recorded. Until torch is imported, a finder at the head of `sys.meta_path` waits for it and
+then removes itself. torch is never imported here.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Arming:
     initialises CUDA itself.
 
     Args:
-        on_armed: called inside torch's initialisation, on the job's thread and under torch's
-            lock: it must be quick and must not wait for another thread. At once, on the caller's
-            thread, where CUDA is initialised already. What it raises is logged, never passed on:
-            torch would hand it to the job.
-        on_import: called with the torch module once it is imported (at once if it is already),
+        on_armed: called inside torch's initialisation, on the job's thread and under torch's lock:
+            it must be quick and must not wait for another thread. If CUDA is initialised already,
+            it is called at once on the caller's thread. Its errors are logged, never raised into
+            the job.
+        on_import: called with the torch module once it is imported (at once if it already is),
             always before `on_armed`; the same rules.
     """
 
@@ -52,7 +52,7 @@ class Arming:
         self._fired = False
 
     def start(self) -> None:
-        """Wait for CUDA; nothing happens if it is waited for already."""
+        """Wait for CUDA; does nothing if already waiting."""
         with self._lock:
             if self._waiting:
                 return
@@ -67,7 +67,7 @@ class Arming:
             sys.meta_path.insert(0, self._finder)
 
     def stop(self) -> None:
-        """Wait no longer, and leave nothing behind (an entry in torch's queue at most, inert)."""
+        """Stop waiting; leaves at most an inert entry in torch's queue."""
         with self._lock:
             self._waiting = False
             finder, self._finder = self._finder, None
@@ -103,11 +103,11 @@ class Arming:
         try:
             callback(*args)
         except Exception:
-            _log.warning("arming failed, the job goes on", exc_info=True)
+            _log.warning("arming failed, the job continues", exc_info=True)
 
 
 class _TorchFinder:
-    """A meta path finder that finds nothing itself: it hears of the end of torch's import."""
+    """A meta path finder that finds nothing itself, but notices the end of torch's import."""
 
     def __init__(self, on_imported: Callable[[ModuleType], object]) -> None:
         self._on_imported = on_imported
@@ -125,8 +125,8 @@ class _TorchFinder:
         if fullname == "torch":
             return self._spec_of_torch(path, target)
         if fullname.startswith("torch."):
-            # install() ran while torch was being imported: the end of that import is not ours to
-            # see, but torch.cuda is complete before it, and some submodule is imported after
+            # install() ran during the import of torch, whose end cannot be observed; but torch.cuda
+            # is complete before the end, and some submodule is imported after it
             torch = sys.modules.get("torch")
             if torch is not None and not self._importing and _is_complete(torch):
                 self._on_imported(torch)
@@ -141,17 +141,17 @@ class _TorchFinder:
                 continue
             spec: ModuleSpec | None = find_spec("torch", path, target)
             if spec is not None:
-                self._hear(spec.loader)
+                self._wrap(spec.loader)
                 return spec
         return None
 
-    def _hear(self, loader: Any) -> None:
+    def _wrap(self, loader: Any) -> None:
         execute = getattr(loader, "exec_module", None)
         if execute is None:
             return
 
         def exec_module(module: ModuleType) -> None:
-            if module.__name__ != "torch":  # a loader that is shared, as that of a zip file
+            if module.__name__ != "torch":  # a shared loader, as of a zip file
                 execute(module)
                 return
             self._importing = True
@@ -162,11 +162,11 @@ class _TorchFinder:
             self._on_imported(module)
 
         try:
-            # on this one loader object only: its type, and what else it does, stay as they are
+            # on this loader object only, not on its type
             loader.exec_module = exec_module
         except (AttributeError, TypeError):
             return
-        # a spec may be asked for without an import (is torch installed?), so there can be several
+        # several, since find_spec is also called without an import (is torch installed?)
         self._patched.append((loader, exec_module))
 
     def remove(self) -> None:
@@ -187,7 +187,7 @@ def _is_complete(torch: Any) -> bool:
 
 
 def _drop_queued(cuda: Any, entry: Callable[[], None]) -> None:
-    """Take our entry out of torch's queue, unless torch is working on the queue just now."""
+    """Remove our entry from torch's queue, unless torch is processing the queue now."""
     queue = getattr(cuda, "_queued_calls", None)
     lock = getattr(cuda, "_initialization_lock", None)
     if not isinstance(queue, list) or lock is None or not lock.acquire(blocking=False):

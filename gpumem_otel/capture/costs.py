@@ -1,4 +1,4 @@
-"""What read-outs cost, counted in one place, and what their profiles have in common."""
+"""Counts the cost of read-outs, and adds comments to their profiles."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Costs:
-    """Takes the stall and the seconds of each stage; says what the agent adds to comments.
+    """Counts the stall and the seconds of each stage.
 
     Args:
         counters: takes `exporter_stall_seconds`, `exporter_runs` and `exporter_seconds`.
-        describe: more comments for every profile (rank, versions), asked at each read-out.
+        describe: more comments for every profile (rank, versions), called at each read-out.
 
     Attributes:
         last_stall_seconds: how long the last read-out held the interpreter lock.
@@ -32,37 +32,37 @@ class Costs:
         self._describe = describe
 
     def comments(self) -> tuple[str, ...]:
-        """Sentences about this process."""
+        """Comments about this process."""
         return tuple(self._describe()) if self._describe is not None else ()
 
     def stalled(self, seconds: float) -> None:
-        """A read-out held the interpreter lock for so long."""
+        """A read-out held the interpreter lock for this long."""
         self.last_stall_seconds = seconds
         self._counters.add("exporter_stall_seconds", seconds)
 
     def count(self, stage: str, seconds: float) -> None:
-        """One run of a stage, and its seconds."""
+        """Count one run of a stage, and its seconds."""
         self._counters.add("exporter_runs", stage=stage)
         self._counters.add("exporter_seconds", seconds, stage=stage)
 
 
 def with_comments(profile: HeapProfile, comments: Sequence[str]) -> HeapProfile:
-    """The profile with these sentences after its own."""
+    """The profile with these comments added."""
     return replace(profile, comments=(*profile.comments, *comments))
 
 
 def devices_of(reading: Reading) -> list[int]:
-    """Devices with something to tell, those of which only the counters know too.
+    """The devices in use, including those with counters only.
 
-    While events are recorded, taking a snapshot leaves one in the trace of every device: that
-    alone tells nothing of a device that is not used.
+    In a window, taking a snapshot leaves an event in the trace of every device: that alone does not
+    count.
     """
     snapshot = reading.snapshot
-    found = {stats.device for stats in (*reading.before, *reading.after)}
+    devices = {stats.device for stats in (*reading.before, *reading.after)}
     for device in snapshot.devices():
-        if device not in found and (
+        if device not in devices and (
             snapshot.raw_segments(device)
             or any(event.get("action") != "snapshot" for event in snapshot.raw_events(device))
         ):
-            found.add(device)
-    return sorted(found)
+            devices.add(device)
+    return sorted(devices)

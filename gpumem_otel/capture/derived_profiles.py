@@ -1,4 +1,4 @@
-"""Profiles that a live read-out gives beside its own: what has grown, and pinned host memory."""
+"""Profiles derived from live read-outs: growth, and pinned host memory."""
 
 from __future__ import annotations
 
@@ -30,14 +30,13 @@ _NOT_ASKED = (
 
 
 class DerivedProfiles:
-    """Makes them; `note` is a tap of the reader, `make` is for the thread that pushes.
+    """Makes them; `note` is a tap of the reader, `make` is for the pushing thread.
 
     Args:
-        namer: names Python frames.
         config: kinds and budgets.
         counters: takes `exporter_stall_seconds`.
-        pacer: gives up the interpreter lock between slices of our own work.
-        stats: the counters of each device, of which the host's are the process's.
+        pacer: releases the interpreter lock between slices of our own work.
+        stats: the counters of each device; host counters are those of the process.
         records_pinned: whether stacks of pinned memory are being recorded.
     """
 
@@ -61,10 +60,10 @@ class DerivedProfiles:
         self._growth = Growth(config.growth_pushes)
         self._grown: tuple[HeapProfile, ...] = ()
         self._pinned: tuple[HeapProfile, ...] = ()
-        self._said = False
+        self._logged = False
 
     def note(self, reading: Reading) -> None:
-        """Make the profile of pinned memory of a live reading, before it is let go."""
+        """Make the profile of pinned memory from a live reading."""
         if not self.wants_pinned or not self._records_pinned():
             return
         device = min((stats.device for stats in reading.after), default=0)
@@ -98,10 +97,10 @@ class DerivedProfiles:
         return self._grown
 
     def growth(self) -> tuple[HeapProfile, ...]:
-        """What had grown at the last push.
+        """The growth profiles of the last push.
 
         Raises:
-            CaptureError: the kind is not pushed, or not for long enough.
+            CaptureError: growth is not pushed, or not for long enough.
         """
         if not self._grown:
             raise CaptureError(
@@ -111,10 +110,10 @@ class DerivedProfiles:
         return self._grown
 
     def pinned(self, time_ns: int) -> tuple[HeapProfile, ...]:
-        """Pinned host memory at the last live read-out; where no stacks are, the total of now.
+        """Pinned host memory at the last live read-out; without stacks, the current total.
 
         Raises:
-            BusyError: this torch does not tell.
+            BusyError: this torch does not report it.
             CaptureError: the allocator could not be read.
         """
         if self.wants_pinned and self._records_pinned():
@@ -122,9 +121,9 @@ class DerivedProfiles:
         stats = self._stats()
         total = next((s.host_pinned_bytes for s in stats if s.host_pinned_bytes is not None), None)
         if total is None:
-            raise BusyError("pinned: this torch does not tell of pinned host memory")
+            raise BusyError("pinned: this torch does not report pinned host memory")
         why = _TOO_OLD if self.wants_pinned else _NOT_ASKED
-        if self.wants_pinned and not self._said:
-            self._said = True
+        if self.wants_pinned and not self._logged:
+            self._logged = True
             _log.info("%s", why)
         return (pinned_total(total, min(s.device for s in stats), time_ns, why),)

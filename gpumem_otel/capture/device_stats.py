@@ -1,8 +1,8 @@
-"""The allocator's raw counters -> `DeviceStats`, without torch's flattening.
+"""Reads the allocator's raw counters as `DeviceStats`, and per-process memory from NVML.
 
-`torch._C._cuda_memoryStats` answers in 11 us where `torch.cuda.memory_stats()` takes 84 to 358.
-Peaks are read, never reset. A device is asked about only if it has a primary context already:
-asking for its free memory would otherwise create one.
+`torch._C._cuda_memoryStats` takes 11 us, `torch.cuda.memory_stats()` 84 to 358. Peaks are read,
+never reset. Only devices with a primary context are read: asking for the free memory of others
+would create one.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ from gpumem_otel.capture.process_facts import device_uuids
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-# Whose the memory outside of this process's allocator is, where NVML is there to tell.
-#
-# NVML counts by process, without a CUDA context and without a call into the job's allocator. It is
-# optional: with the package `nvidia-ml-py` installed it is asked, at most every ten seconds. Inside
-# a container it may know this process by the host's number alone; then nothing is told.
+# ruff: noqa: SLF001 - torch's raw counters have no public name
 
 _log = named_logger("gpumem_otel.capture")
 
@@ -31,11 +27,11 @@ _ASK_EVERY_SECONDS: Final = 10.0
 
 
 class DriverCount(NamedTuple):
-    """Who uses a device, by the driver's count. What is used beyond both is the driver's own.
+    """Memory of a device by user, as the driver counts it; the rest is the driver's own.
 
     Attributes:
-        own_bytes: this process, its context and libraries included.
-        others_bytes: all other processes; None where the driver does not tell of one.
+        own_bytes: of this process, its context and libraries included.
+        others_bytes: of all other processes; None if one of them is unknown.
     """
 
     own_bytes: int
@@ -43,11 +39,14 @@ class DriverCount(NamedTuple):
 
 
 class ProcessMemory:
-    """Bytes that processes use on a device by the driver's own count.
+    """Bytes that processes use on a device, from NVML.
+
+    NVML needs no CUDA context and does not call the job's allocator. It is optional (package
+    `nvidia-ml-py`) and queried at most every ten seconds. In a container it may know this process
+    only by the host's pid; then nothing is reported.
 
     Args:
-        monotonic: seconds of a clock that never goes back.
-        load: imports `pynvml`; raises where it is not there.
+        load: imports `pynvml`; raises if it is missing.
     """
 
     def __init__(
@@ -63,26 +62,26 @@ class ProcessMemory:
         self._known: dict[str, tuple[float, DriverCount | None]] = {}
 
     def count(self, uuid: str, reserved_bytes: int) -> DriverCount | None:
-        """What this process and the others hold on the device.
+        """The memory of this process and of the others on the device.
 
-        What it holds beside the allocator is up to ten seconds old, what the allocator holds is of
-        now: a job that grows meanwhile has not grown its context.
+        Memory outside the allocator is up to ten seconds old, the allocator's is current: a job
+        that grows meanwhile does not grow its context.
 
         Args:
             uuid: `GPU-...` or `MIG-...`.
-            reserved_bytes: of that by the allocator, now.
+            reserved_bytes: by the allocator, now.
 
         Returns:
-            None where NVML is not there, does not know this process, or the device. A process
-            that is said to use less than it has reserved is another one with the same number.
+            None if NVML is missing or does not know this process or the device. A process with less
+            memory than reserved is another one with the same pid.
         """
-        beside = self._beside(uuid, reserved_bytes)
-        if beside is None:
+        outside = self._outside_allocator(uuid, reserved_bytes)
+        if outside is None:
             return None
-        return beside._replace(own_bytes=reserved_bytes + beside.own_bytes)
+        return outside._replace(own_bytes=reserved_bytes + outside.own_bytes)
 
-    def _beside(self, uuid: str, reserved_bytes: int) -> DriverCount | None:
-        """Likewise, without what this process has reserved."""
+    def _outside_allocator(self, uuid: str, reserved_bytes: int) -> DriverCount | None:
+        """`count`, without the reserved memory of this process."""
         if self._broken or not uuid:
             return None
         now = self._monotonic()
@@ -94,9 +93,9 @@ class ProcessMemory:
         except ImportError:
             self._broken = True
             return None
-        except Exception as error:  # NVMLError, or a library that does not fit the driver
+        except Exception as error:  # NVMLError, or a library that does not match the driver
             self._broken = True
-            _log.info("NVML is asked no more, memory outside stays unknown: %s", error)
+            _log.info("NVML failed, memory outside the allocator stays unknown: %s", error)
             return None
         value = None
         if used is not None and used.own_bytes >= reserved_bytes:
@@ -130,9 +129,6 @@ def _import() -> Any:
     return pynvml
 
 
-# ruff: noqa: SLF001 - torch's raw counters have no public name
-
-
 _RESERVED = ("reserved_bytes", "all", "current")
 
 
@@ -149,7 +145,7 @@ def _at(raw: object, *path: str) -> int:
 
 
 def allocated_bytes(raw: object) -> int:
-    """What is allocated now, from the nested counters."""
+    """Bytes allocated now, from the nested counters."""
     return _at(raw, "allocated_bytes", "all", "current")
 
 
@@ -163,16 +159,16 @@ def device_stats(
     count: DriverCount | None = None,
     host_pinned_bytes: int | None = None,
 ) -> DeviceStats:
-    """One device's counters; what a version of torch does not count is 0.
+    """One device's counters; those that a version of torch lacks are 0.
 
     Args:
         raw: the nested dict of `torch._C._cuda_memoryStats` (the form of
             `torch.cuda.memory_stats_as_nested_dict`).
         device: torch's index.
-        limit_bytes: see `DeviceStats`, as are the others.
-        device_total_bytes: of the device, for everybody.
-        device_used_bytes: by everybody.
-        count: of that by this process and by others.
+        limit_bytes: see `DeviceStats`, as for the others.
+        device_total_bytes: of the device.
+        device_used_bytes: by all processes.
+        count: by this process and by others.
         host_pinned_bytes: of this process.
     """
     return DeviceStats(
@@ -202,11 +198,11 @@ def device_stats(
 
 
 def pinned_bytes(raw: object) -> int | None:
-    """Pinned host memory that this process holds, None where torch does not say.
+    """Pinned host memory that this process holds, None if unknown.
 
     Args:
-        raw: `torch._C._cuda_hostMemoryStats()`. `reserved_bytes` was its name for a while; since
-            then `allocated_bytes` counts blocks in use and cached together.
+        raw: `torch._C._cuda_hostMemoryStats()`. Some versions have `reserved_bytes`; in later ones
+            `allocated_bytes` counts blocks in use and cached ones.
     """
     if not isinstance(raw, Mapping):
         return None
@@ -223,10 +219,9 @@ class StatsReader:
     """Reads the counters of the devices that this process uses. CUDA is initialised.
 
     Args:
-        torch: the module.
-        counted: whether the allocator counts at all; False where its numbers are 0 or refused
-            (another backend, no caching), then every device with a context is reported.
-        process: tells what this process uses by the driver's count.
+        counted: whether the allocator counts; False with another backend or without caching: then
+            every device with a context is reported.
+        process: reads the memory of processes from NVML.
     """
 
     def __init__(
@@ -241,15 +236,15 @@ class StatsReader:
 
     def devices(self) -> tuple[int, ...]:
         """Devices with a context on which this process has ever allocated, sorted."""
-        found = []
+        devices = []
         for device in range(int(self._c._cuda_getDeviceCount())):
             if not self._c._cuda_hasPrimaryContext(device):
                 continue
             if device not in self._used and self._is_used(device):
                 self._used.add(device)
             if device in self._used:
-                found.append(device)
-        return tuple(found)
+                devices.append(device)
+        return tuple(devices)
 
     def _is_used(self, device: int) -> bool:
         if not self._counted:
@@ -261,7 +256,7 @@ class StatsReader:
         )
 
     def counters(self, devices: Iterable[int]) -> tuple[DeviceStats, ...]:
-        """The allocator's own counters and nothing else: one C call per device."""
+        """Only the allocator's own counters: one C call per device."""
         return tuple(device_stats(self._raw(device), device) for device in devices)
 
     def allocated(self, devices: Iterable[int]) -> dict[int, int]:
@@ -269,7 +264,7 @@ class StatsReader:
         return {device: allocated_bytes(self._raw(device)) for device in devices}
 
     def full(self, devices: Iterable[int]) -> tuple[DeviceStats, ...]:
-        """The counters with what the driver and the host allocator say."""
+        """The counters, with those of the driver and the host allocator."""
         pinned = self._pinned()
         return tuple(self._full(device, pinned) for device in devices)
 

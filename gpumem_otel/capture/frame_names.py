@@ -1,16 +1,16 @@
 """Qualified names for frames: `torch.nn.modules.linear.Linear.forward`.
 
-A recorded frame has a bare function name, a file and a line; flame graphs merge on the name alone,
-so the name must say which function it is. The code objects of loaded modules know: a module is
-found by its file, its functions by walking what it holds, the right one of several with one name
-by its line. Sources are never read or parsed, nothing is imported, no code of the job runs (no
-`__getattr__` of lazy modules, no properties).
+A recorded frame has a bare function name, a file and a line; flame graphs merge by name, so the
+name must identify the function. It is taken from the code objects of loaded modules: the module is
+found by its file, its functions by walking its contents, and the line decides between functions of
+the same name. No source is read, nothing is imported, no code of the job runs (no `__getattr__` of
+lazy modules, no properties).
 
-Files of no loaded module (cells of a notebook, generated code) are looked for in `__main__`, which
-is walked once for all of them, and again only once it holds more or fewer names than before.
+Files of no loaded module (notebook cells, generated code) are searched in `__main__`, which is
+walked once for all of them, and again only when its number of names has changed.
 
-Limits: functions that no module holds any more (replaced, made by `exec`) get `module.name`;
-two lambdas in one line are one; what neither a module nor `__main__` holds is `file.py:name`.
+Limits: functions no longer in a module (replaced, made by `exec`) get `module.name`; two lambdas in
+one line are the same; functions neither in a module nor in `__main__` get `file.py:name`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class QualifiedNamer:
     """A `FrameNamer` for the modules of this process.
 
     Args:
-        pause: called every few dozen objects looked at, so that the first naming of a file, which
-            may take milliseconds, is done in slices.
+        pause: called every 32 objects, so that the first naming of a file, which may take
+            milliseconds, is done in slices.
     """
 
     def __init__(self, pause: Pause | None = None) -> None:
@@ -58,13 +58,13 @@ class QualifiedNamer:
         self._main_size = -1
 
     def __call__(self, name: str, filename: str, line: int) -> str:
-        """The unique name; never raises."""
+        """The qualified name; never raises."""
         key = (filename, name, line)
         known = self._names.get(key)
         if known is None:
             try:
                 known = self._find(name, filename, line)
-            except Exception:  # a stranger's module in a strange state
+            except Exception:  # an unusual module
                 known = file_function_namer(name, filename, line)
             if len(self._names) >= _MAX_NAMES:
                 self._names.clear()
@@ -74,7 +74,7 @@ class QualifiedNamer:
     def _find(self, name: str, filename: str, line: int) -> str:
         module_name = self._module_of(filename)
         if module_name is None:
-            # cells of a notebook and scripts run by others define their functions in __main__
+            # notebook cells and executed scripts define their functions in __main__
             known = filename not in ("", REGION_FILE) and name != "<module>"
             qualname = self._in_main(filename, name, line) if known else None
             if qualname is None:
@@ -104,7 +104,7 @@ class QualifiedNamer:
             seen.add(module_name)
             file = _namespace(module).get("__file__")
             if type(file) is str and file:
-                # a module that is loaded under two names keeps the first; a script is __main__
+                # a module loaded under two names keeps the first; a script is __main__
                 self._modules.setdefault(file, module_name)
         seen.intersection_update([module_name for module_name, _ in current])
 
@@ -116,13 +116,13 @@ class QualifiedNamer:
         namespace = _namespace(sys.modules.get(module_name))
         file = self._files.get(filename)
         if file is None or (file.size != len(namespace) and file.find(name, line) is None):
-            # the first time, or the module has grown since (a script that is still running)
+            # the first time, or the module has changed (a running script)
             file = _File(len(namespace))
             for code, qualname in self._codes(namespace, filename.__eq__):
                 file.add(code, qualname)
             self._files.pop(filename, None)
             while len(self._files) >= _MAX_FILES:
-                self._files.pop(next(iter(self._files)), None)  # the one walked longest ago
+                self._files.pop(next(iter(self._files)), None)  # the oldest
             self._files[filename] = file
         return file.find(name, line)
 
@@ -143,7 +143,7 @@ class QualifiedNamer:
     def _codes(
         self, namespace: dict[str, Any], wanted: Callable[[str], bool]
     ) -> Iterator[tuple[types.CodeType, str]]:
-        """The functions that a module holds, of the files that are wanted."""
+        """The functions in a module, from the wanted files."""
         own_name = namespace.get("__name__")
         seen: set[int] = set()
         todo: list[tuple[Any, int]] = [(value, 0) for value in list(namespace.values())]
@@ -159,7 +159,7 @@ class QualifiedNamer:
                 if qualname and wanted(value.__code__.co_filename):
                     yield from self._nested(value.__code__, qualname)
                 if depth < _MAX_DEPTH:
-                    # a decorator's wrapper, from here or elsewhere: what it wraps may be from here
+                    # a decorator's wrapper: the wrapped function may be from a wanted file
                     todo += [(inner, depth + 1) for inner in _inside_function(value)]
             elif issubclass(kind, type):
                 seen.add(id(value))
@@ -190,10 +190,10 @@ class QualifiedNamer:
 
 
 class _File:
-    """The functions of one file; keeps none of the job's objects.
+    """The functions of one file; keeps no objects of the job.
 
     Attributes:
-        size: number of names in the module's namespace when it was walked.
+        size: number of names in the module when it was walked.
     """
 
     __slots__ = ("_by_name", "size")
@@ -208,26 +208,26 @@ class _File:
         self._by_name.setdefault(code.co_name, []).append((first, last, qualname))
 
     def find(self, name: str, line: int) -> str | None:
-        """The innermost function of that name that holds the line."""
+        """The innermost function of that name around the line."""
         holding = [entry for entry in self._by_name.get(name, ()) if entry[0] <= line <= entry[1]]
         return max(holding)[2] if holding else None
 
 
 def _namespace(module: Any) -> dict[str, Any]:
-    """A module's names, without running its or its class's `__getattr__`."""
+    """A module's names, without running a `__getattr__`."""
     try:
-        found = object.__getattribute__(module, "__dict__")
+        names = object.__getattribute__(module, "__dict__")
     except Exception:
         return {}
-    return found if type(found) is dict else {}
+    return names if type(names) is dict else {}
 
 
 def _may_be_from(
     members: Mapping[str, Any], module_name: Any, wanted: Callable[[str], bool]
 ) -> bool:
-    """Whether a class was defined in the module, or pretends not to be (as `torch.Tensor`)."""
-    said = members.get("__module__")
-    if type(said) is str and type(module_name) is str and said == module_name:
+    """Whether a class is of the module, even if its `__module__` differs (as `torch.Tensor`)."""
+    own_module = members.get("__module__")
+    if type(own_module) is str and type(module_name) is str and own_module == module_name:
         return True
     functions = (m for m in list(members.values()) if type(m) is types.FunctionType)
     return any(
@@ -237,7 +237,7 @@ def _may_be_from(
 
 
 def _own_qualname(function: types.FunctionType) -> str:
-    """What the function's code is called, "" where `functools.wraps` gave it another name."""
+    """The qualified name of the function's code, "" if `functools.wraps` changed it."""
     if _CODE_HAS_QUALNAME:
         return function.__code__.co_qualname  # type: ignore[attr-defined,no-any-return]
     qualname = function.__qualname__
@@ -267,8 +267,8 @@ _WRAPPED: Final = {
     id(functools.cached_property): ("func",),
     id(type(functools.lru_cache(maxsize=1)(len))): ("__wrapped__",),
 }
-"""Where the standard wrappers keep what they wrap, by exact type: reading these runs no code of
-the job, and a type is looked up by its id since a metaclass may define `__hash__`."""
+"""Attributes in which the standard wrappers keep the wrapped function, by the id of the exact type
+(a metaclass may define `__hash__`). Reading them runs no code of the job."""
 
 
 def _inside_wrapper(value: Any, kind: type) -> list[Any]:

@@ -1,8 +1,8 @@
-"""Gives the interpreter lock back while our thread works in pure Python.
+"""Releases the interpreter lock regularly while our thread works in pure Python.
 
 A thread that holds the lock makes the training thread wait up to the switch interval (5 ms) at
-every torch call. Slices of at most 0.2 ms with a real sleep of 2 ms in between leave a job that
-makes many small calls two thirds of its speed while they last; `sleep(0)` leaves it a tenth.
+every torch call. With slices of at most 0.2 ms and sleeps of 2 ms in between, a job of many small
+calls keeps two thirds of its speed meanwhile; with `sleep(0)` it keeps a tenth.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ REST_SECONDS: Final = 0.002
 
 
 class Pacer:
-    """Counts how long our thread has worked since it last slept, and sleeps when it is due.
+    """Measures how long our thread has worked since it last slept, and sleeps when due.
 
     A piece of work is `begin()`, any number of `pause()`, `end()`, all in one thread. Threads may
-    share a pacer, each with its own piece of work; a pause of a thread without one does nothing.
+    share a pacer, each with its own piece of work; `pause` without one does nothing.
 
     Args:
-        now: seconds of a clock that never goes back.
-        sleep: called with `rest_seconds`; must really give up the interpreter lock.
+        sleep: called with `rest_seconds`; must release the interpreter lock.
         slice_seconds: work after which the next pause sleeps.
         rest_seconds: length of that sleep.
     """
@@ -67,8 +66,8 @@ class Pacer:
         """Finish this thread's piece of work.
 
         Returns:
-            Seconds spent working, the sleeps left out: an upper bound of the time that the
-            interpreter lock was held.
+            Seconds of work without the sleeps: an upper bound of the time that the interpreter lock
+            was held.
         """
         work = self._work
         if work.slice_start is not None:
@@ -78,7 +77,7 @@ class Pacer:
 
 
 class _Work(threading.local):
-    """Of each thread its own."""
+    """One per thread."""
 
     slice_start: float | None = None
     seconds: float = 0.0

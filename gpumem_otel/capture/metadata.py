@@ -1,8 +1,8 @@
-"""Torch's allocation metadata: one string that it writes beside each recorded allocation.
+"""Sets torch's allocation metadata: a string that torch records with each allocation.
 
-The string is the job's as much as ours: what was set before is put back. Up to torch 2.13 it is
-one string per device for all threads, from 2.14 on each thread has its own (threads of backward do
-not have it). Source: `torch/cuda/memory.py`, `_set_memory_metadata`; torch 2.10 and newer.
+The job may use it too, so the previous string is restored. Up to torch 2.13 there is one string per
+device for all threads, since 2.14 one per thread (backward's threads do not inherit it). Source:
+`torch/cuda/memory.py`, `_set_memory_metadata`; torch 2.10 and newer.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _PER_THREAD_SINCE: Final = (2, 14)
 
 
 class OpenMark:
-    """A string that is set, and what stood there before.
+    """A string that is set, and the previous one.
 
     Attributes:
-        below: the mark of ours that stood there before, if it was one.
+        below: the mark of ours that set the previous one, if any.
     """
 
     __slots__ = ("before", "below", "closed", "device", "text")
@@ -40,28 +40,24 @@ class OpenMark:
         self.closed = False
 
     def let_go(self) -> None:
-        """Stand on no mark that is closed, but on what that one stood on.
-
-        Else threads whose regions always overlap would make a chain without an end.
-        """
+        """Skip closed marks below; threads with overlapping regions would make an endless chain."""
         while self.below is not None and self.below.closed:
             self.before, self.below = self.below.before, self.below.below
 
 
 class _Open(threading.local):
-    """Marks of ours that are set, the newest last; of each thread its own."""
+    """The open marks of each thread, the newest last."""
 
     def __init__(self) -> None:
         self.marks: list[OpenMark] = []
 
 
 class AllocationMarks:
-    """Sets and puts back the string. CUDA is initialised. Nothing here raises.
+    """Sets and restores the string. CUDA is initialised. Nothing here raises.
 
     Args:
-        torch: the module.
-        gate: while it is closed nothing is set, and what stood there is put back by the next
-            region of the thread (torch keeps the string under the allocator's lock).
+        gate: while it is closed nothing is set, and the thread's next region restores the previous
+            string (torch keeps it under the allocator's lock).
 
     Attributes:
         supported: whether this torch has such a string.
@@ -86,7 +82,7 @@ class AllocationMarks:
             self.supported = bool(ask())
 
     def enter(self, text: str) -> OpenMark | None:
-        """Set the string; None where it can not be."""
+        """Set the string; None if that is not possible."""
         get, put = self._get, self._set
         if not self.supported or get is None or put is None or self._pid != os.getpid():
             return None
@@ -113,7 +109,7 @@ class AllocationMarks:
             self._gate.leave()
 
     def exit(self, mark: OpenMark) -> None:
-        """Put back what stood there, unless the job has set something else meanwhile."""
+        """Restore the previous string, unless the job has set another one meanwhile."""
         get, put = self._get, self._set
         if get is None or put is None or self._pid != os.getpid():
             return
@@ -139,15 +135,15 @@ class AllocationMarks:
 
     def _put_back(self, mark: OpenMark, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         if get() != mark.text:
-            return  # the job's, or another thread's region that is still open
+            return  # the job's, or that of another thread's open region
         others = self._marks()
         if any(other.text == mark.text and other.device == mark.device for other in others):
             return
-        mark.let_go()  # of regions that another thread has ended since
+        mark.let_go()  # other threads may have ended regions since
         put(mark.before)
 
     def _on_device(self, device: int, action: Callable[[], None]) -> None:
-        """The string is the device's: the one that was current when it was set."""
+        """The string belongs to the device that was current when it was set."""
         exchange = self._exchange
         if device < 0 or exchange is None or self._device() == device:
             action()
@@ -161,7 +157,7 @@ class AllocationMarks:
     def _give_up(self) -> None:
         if self.supported:
             self.supported = False
-            _log.warning("regions label no allocations any more", exc_info=True)
+            _log.warning("regions no longer label allocations", exc_info=True)
 
 
 def _newest(marks: list[OpenMark], device: int, text: Any) -> OpenMark | None:

@@ -1,7 +1,7 @@
-"""What torch can do here, printed as one line of JSON: a process of its own for `doctor`.
+"""Prints what torch can do here as one line of JSON; a separate process for `doctor`.
 
-Importing torch takes seconds and a broken driver can hang it, so this never runs inside the
-command line or a job: `python -m gpumem_otel.capture.probe`, with a time limit.
+Importing torch takes seconds and a broken driver can hang it, so this never runs inside the command
+line or a job, but as `python -m gpumem_otel.capture.probe` with a time limit.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ def probe() -> dict[str, object]:
     ):
         try:
             facts[name] = ask()
-        except Exception as error:  # noqa: PERF203 - each question for itself
+        except Exception as error:  # noqa: PERF203 - each on its own
             facts["errors"] = [*_errors(facts), f"{name}: {type(error).__name__}: {error}"]
     return facts
 
 
 def _errors(facts: dict[str, object]) -> list[object]:
-    found = facts.get("errors")
-    return found if isinstance(found, list) else []
+    errors = facts.get("errors")
+    return errors if isinstance(errors, list) else []
 
 
 def _recorder(torch: Any) -> object:
@@ -54,11 +54,8 @@ def _recorder(torch: Any) -> object:
 def _devices(torch: Any) -> list[dict[str, object]]:
     if not torch.cuda.is_available():
         return []
-    found: list[dict[str, object]] = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append({"name": properties.name, "total_bytes": int(properties.total_memory)})
-    return found
+    devices = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [{"name": one.name, "total_bytes": int(one.total_memory)} for one in devices]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What torch knows about this process: its rank in torch.distributed, its devices' UUIDs."""
+"""Reads facts about this process from torch: its rank, devices and versions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def distributed_rank() -> tuple[int, int] | None:
-    """(rank, world size) of the default process group; None while there is none."""
+    """(rank, world size) of the default process group; None if there is none."""
     distributed = sys.modules.get("torch.distributed")
     try:
         if distributed is None or not distributed.is_available():
@@ -19,16 +19,16 @@ def distributed_rank() -> tuple[int, int] | None:
         if not distributed.is_initialized():
             return None
         return int(distributed.get_rank()), int(distributed.get_world_size())
-    except Exception:  # a group that is torn down at this moment, a build without it
+    except Exception:  # a group being torn down, or a build without it
         return None
 
 
 def current_device() -> int:
-    """The device that torch would use now, 0 where it can not tell. CUDA is initialised."""
+    """The current device, 0 if unknown. CUDA is initialised."""
     torch = sys.modules.get("torch")
     try:
         return int(torch.cuda.current_device()) if torch is not None else 0
-    except Exception:  # a driver that fails just now
+    except Exception:  # the driver fails
         return 0
 
 
@@ -38,19 +38,19 @@ def device_uuids(devices: Iterable[int]) -> dict[int, str]:
     Called only for devices that have a context.
     """
     torch = sys.modules.get("torch")
-    found: dict[int, str] = {}
+    uuids: dict[int, str] = {}
     if torch is None:
-        return found
+        return uuids
     for device in devices:
         try:
             properties = torch.cuda.get_device_properties(device)
             uuid = str(getattr(properties, "uuid", ""))
-        except Exception:  # noqa: S112 - a device without a name is only a label less
+        except Exception:  # noqa: S112 - only the label is missing then
             continue
         if uuid:
             known = uuid.startswith(("GPU-", "MIG-"))
-            found[device] = uuid if known else f"{_prefix(str(properties.name))}{uuid}"
-    return found
+            uuids[device] = uuid if known else f"{_prefix(str(properties.name))}{uuid}"
+    return uuids
 
 
 def _prefix(device_name: str) -> str:
@@ -59,7 +59,7 @@ def _prefix(device_name: str) -> str:
 
 
 def process_facts(devices: Iterable[int]) -> dict[str, str]:
-    """What a reader of a profile or a recording wants to know about its surroundings."""
+    """Versions and device names for the comments of a profile or recording."""
     facts = {"python": platform.python_version()}
     torch = sys.modules.get("torch")
     if torch is None:
@@ -69,10 +69,10 @@ def process_facts(devices: Iterable[int]) -> dict[str, str]:
     if cuda:
         facts["cuda"] = str(cuda)
     try:
-        # nothing is allocated yet when a recording begins: the device that is current then
+        # at the start of a recording nothing is allocated yet: use the current device
         used = list(devices) or [current_device()]
         names = [str(torch.cuda.get_device_name(device)) for device in used]
-    except Exception:  # a device that is going away
+    except Exception:  # the device is gone
         names = []
     if names:
         facts["devices"] = ", ".join(names)

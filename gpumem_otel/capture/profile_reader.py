@@ -1,4 +1,4 @@
-"""Profiles on demand, from any source: reads, aggregates in slices, checks the books."""
+"""Makes live profiles from any source: reads, aggregates in slices, checks the totals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _log = named_logger("gpumem_otel.capture")
 
 SHARE_SECONDS: Final = 1.0
-"""Callers that come within this time of a read-out are given its profiles."""
+"""Callers within this time after a read-out get its profiles."""
 
 EQUAL: Final = "equal to the allocator's own counter of allocated bytes"
 RACED: Final = "the job allocated or freed while this was read: counters and snapshot differ"
@@ -38,21 +38,17 @@ class LiveProfileReader:
 
     Args:
         source: a live process or a recording.
-        namer: names Python frames.
-        clock: time.
         counters: takes `exporter_stall_seconds`, `exporter_runs` and `exporter_seconds` of the
-            stages `read` and `window`, `readouts_raced`, `readouts_breached`. Waiting for a
-            window to end is not in its seconds, and taps are in no stage of ours. A failure is
-            raised and counted by the caller, who knows what it was for.
-        config: budgets.
-        pacer: gives up the interpreter lock between slices of our own work.
-        describe: more comments for every profile (rank, versions), asked at each read-out.
+            stages `read` and `window` (without the wait for a window's end and without taps),
+            `readouts_raced`, `readouts_breached`. Errors are counted by the caller.
+        pacer: releases the interpreter lock between slices of our own work.
+        describe: more comments for every profile (rank, versions), called at each read-out.
         share_seconds: see `SHARE_SECONDS`; 0: every call reads.
 
     Attributes:
-        tap: called with each live reading before it is let go, for recordings. It runs inside
-            the read-out, must not raise, and slices and counts its own work: its time is in
-            neither stall nor seconds of the stage `read`.
+        tap: called with each live reading, for recordings. It runs inside the read-out, must not
+            raise, and slices and counts its own work, which is in neither stall nor seconds of the
+            stage `read`.
         windows: makes the profiles of recorded windows.
     """
 
@@ -78,10 +74,10 @@ class LiveProfileReader:
         self._costs = Costs(counters, describe)
         self._share_seconds = share_seconds
         self._lock = threading.Lock()
-        self._books: Mapping[int, DeviceTotals] = {}
+        self._totals: Mapping[int, DeviceTotals] = {}
         self._classes: Mapping[int, Mapping[str, int]] = {}
         self._last: tuple[float, tuple[HeapProfile, ...]] | None = None
-        self._said_breach = False
+        self._logged_breach = False
         self.windows = WindowReader(
             source,
             namer=namer,
@@ -94,15 +90,12 @@ class LiveProfileReader:
 
     @property
     def window_tap(self) -> list[Callable[[Reading, float], object]]:
-        """Called with each recorded window and its seconds, outside of any lock."""
+        """See `WindowReader.tap`."""
         return self.windows.tap
 
     @property
     def last_stall_seconds(self) -> float:
-        """How long the last read-out held the interpreter lock.
-
-        The C calls that can not be sliced and our own slices together.
-        """
+        """How long the last read-out held the interpreter lock: C calls and our own slices."""
         return self._costs.last_stall_seconds
 
     # ProfileReader
@@ -116,7 +109,7 @@ class LiveProfileReader:
             return self._read_and_keep(started)
 
     def live_now(self) -> tuple[HeapProfile, ...]:
-        """A read-out of this very moment: all ranks read at the same one, so none is shared.
+        """A new read-out, not shared, since all ranks read at the same moment.
 
         Raises:
             CaptureError: the allocator could not be read.
@@ -134,35 +127,35 @@ class LiveProfileReader:
         return self.windows.allocated(seconds, stop)
 
     def books(self) -> Mapping[int, DeviceTotals]:
-        """What the last live read-out summed up, by device; {} before the first."""
-        return self._books
+        """The totals of the last live read-out by device; {} before the first."""
+        return self._totals
 
     def classes(self) -> Mapping[int, Mapping[str, int]]:
         """Bytes by tensor class at the last live read-out, by device; {} before the first.
 
-        They add up to that read-out's `allocated`. A class that was seen once stays, with 0.
+        They add up to that read-out's `allocated`. A class that has disappeared stays with 0.
         """
         return self._classes
 
     def profiles_of(self, reading: Reading) -> tuple[HeapProfile, ...]:
-        """Live profiles of a reading that somebody else took; nothing else changes."""
+        """Live profiles of a reading taken elsewhere; changes nothing else."""
         return self._live(reading)[0]
 
     # live
 
     def _read_and_keep(self, started: float) -> tuple[HeapProfile, ...]:
         reading = self._source.read()
-        profiles, sliced_seconds, books, classes = self._live(reading)
-        self._books = books
+        profiles, sliced_seconds, totals, classes = self._live(reading)
+        self._totals = totals
         self._classes = _with_those_before(self._classes, classes)
         stall_seconds = reading.stall_seconds + sliced_seconds
         self._costs.count("read", self._clock.monotonic() - started)
         for call in self.tap:
             call(reading)
         self._last = (self._clock.monotonic(), profiles)
-        letting_go = time.perf_counter()
-        del reading  # many small objects: letting them go is one more piece that holds the lock
-        self._costs.stalled(stall_seconds + time.perf_counter() - letting_go)
+        freeing = time.perf_counter()
+        del reading  # freeing many small objects holds the interpreter lock too
+        self._costs.stalled(stall_seconds + time.perf_counter() - freeing)
         return profiles
 
     def _live(
@@ -170,9 +163,9 @@ class LiveProfileReader:
     ) -> tuple[
         tuple[HeapProfile, ...], float, dict[int, DeviceTotals], dict[int, dict[TensorClass, int]]
     ]:
-        """The profiles, the seconds that our slices took, the books, and bytes by class."""
+        """The profiles, the seconds of our slices, the totals, and bytes by class."""
         pacer, config = self._pacer, self._config
-        books: dict[int, DeviceTotals] = {}
+        totals: dict[int, DeviceTotals] = {}
         classes: dict[int, dict[TensorClass, int]] = {}
         classifier = None if config.class_as == "off" else reading.classifier
         class_as: ClassAs = "label" if config.class_as == "label" else "root"
@@ -181,7 +174,7 @@ class LiveProfileReader:
         pacer.begin()
         try:
             for device in devices_of(reading):
-                books[device] = reading.snapshot.books(device, pacer.pause)
+                totals[device] = reading.snapshot.books(device, pacer.pause)
                 profile = live_profile(
                     reading.snapshot,
                     device,
@@ -196,51 +189,51 @@ class LiveProfileReader:
                 if classifier is not None:
                     classes[device] = classes_of(profile, class_as)
                 profile = apply_budget(profile, max_samples=config.max_samples)
-                verdict = self._check(reading, device, books[device], profile)
+                verdict = self._check(reading, device, totals[device], profile)
                 profiles.append(with_comments(profile, (verdict, *extra)))
         finally:
             sliced_seconds = pacer.end()
-        return tuple(profiles), sliced_seconds, books, classes
+        return tuple(profiles), sliced_seconds, totals, classes
 
     def _check(
-        self, reading: Reading, device: int, books: DeviceTotals, profile: HeapProfile
+        self, reading: Reading, device: int, totals: DeviceTotals, profile: HeapProfile
     ) -> str:
-        """Compare profile, snapshot and counters; says in a sentence how they stand.
+        """Compare profile, snapshot and counters; returns the result as a sentence.
 
-        A profile must equal its own snapshot whatever the job did meanwhile; only the allocator's
-        counters, which are read before and after, say nothing where the job allocated.
+        A profile must always equal its own snapshot. The allocator's counters, read before and
+        after, are compared only if the job did not allocate meanwhile.
         """
         total_bytes = profile.total_bytes
         stats = {s.device: s for s in reading.before}.get(device)
         raced = reading.raced(device) or stats is None
         if raced:
             self._counters.add("readouts_raced")
-        told = f"device {device}: profile {total_bytes}, snapshot {books.allocated_bytes}"
+        sizes = f"device {device}: profile {total_bytes}, snapshot {totals.allocated_bytes}"
         if raced or stats is None:
-            if total_bytes == books.allocated_bytes:
+            if total_bytes == totals.allocated_bytes:
                 return RACED
-            told += " bytes allocated"
+            sizes += " bytes allocated"
         else:
-            if total_bytes == books.allocated_bytes == stats.allocated_bytes:
+            if total_bytes == totals.allocated_bytes == stats.allocated_bytes:
                 return EQUAL
-            told += (
+            sizes += (
                 f", allocator {stats.allocated_bytes} bytes allocated, while nothing was allocated"
             )
         self._counters.add("readouts_breached")
-        if not self._said_breach:
-            self._said_breach = True
-            _log.warning("the books do not close: %s", told)
-        return told
+        if not self._logged_breach:
+            self._logged_breach = True
+            _log.warning("accounting mismatch: %s", sizes)
+        return sizes
 
 
 def _with_those_before(
     before: Mapping[int, Mapping[str, int]], now: Mapping[int, Mapping[TensorClass, int]]
 ) -> dict[int, dict[str, int]]:
-    """A class that is gone has 0: a series that ends would keep its last value on a graph."""
+    """Classes that have disappeared get 0: graphs would keep the last value of an ended series."""
     return {
         device: {
             **dict.fromkeys(before.get(device, ()), 0),
-            **{found.value: size for found, size in sums.items()},
+            **{tensor_class.value: size for tensor_class, size in sizes.items()},
         }
-        for device, sums in now.items()
+        for device, sizes in now.items()
     }

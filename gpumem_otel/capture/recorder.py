@@ -1,16 +1,16 @@
 """Switches the allocator's recording of stacks on and off, and takes its snapshots.
 
 The only user of torch's private memory-history API, and the only place that knows how its
-positional C calls changed between versions. What a job does with that API itself comes first:
+positional C calls changed between versions. The job's own use of that API has priority:
 
-* its calls are seen (all of torch's own Python callers reach the wrapped C functions) and passed
-  on unchanged;
-* once it has switched recording on, the mode is never changed here, until it switches it off;
-* then `state` recording starts again, and a log line says so.
+* its calls are observed (all of torch's Python callers reach the wrapped C functions) and passed on
+  unchanged;
+* once the job has switched recording on, the mode is never changed here until it switches it off;
+* then `state` recording starts again, and a log line reports it.
 
-Limits: a caller that took the C function out of `torch._C` before us, or that is C++ code (Kineto),
-is not seen when it calls. A trace longer than `state` recording leaves gives it away before a
-window would clear it.
+Limits: a caller that took the C function out of `torch._C` before us, or C++ code (Kineto), is not
+observed. It is detected before a window would clear its events, by a trace longer than `state`
+recording leaves.
 """
 
 from __future__ import annotations
@@ -19,89 +19,15 @@ import functools
 import os
 import re
 import threading
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.base.logs import named_logger
-from gpumem_otel.capture.patching import Patch
+from gpumem_otel.capture.patching import InductorGuard, Patch
 from gpumem_otel.capture.window_queue import ANOTHER_IS_OPEN
 from gpumem_otel.errors import BusyError, CaptureError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-# Keeps the first symbolization of Python frames from importing `torch._inductor`.
-#
-# To name frames that a compiler generated, torch asks `hasattr(torch, "_inductor")`. That attribute
-# is lazy: asking imports 883 modules, 3.6 to 5 seconds with the interpreter lock held, in the
-# middle of training. On our threads the answer is therefore "no" as long as nobody else has
-# imported it; once it is imported, the attribute is found without the hook that is replaced here.
-#
-# Where torch has no module `__getattr__`, its `_inductor` is not lazy and there is nothing to do.
-
-_LAZY = "_inductor"
-
-
-class InductorGuard:
-    """Replaces `torch.__getattr__` from `install` to `uninstall`."""
-
-    def __init__(self) -> None:
-        self._patch: Patch | None = None
-        self._ours: dict[int, int] = {}  # thread -> process, since a forked child inherits this
-
-    def install(self, torch: Any) -> None:
-        """Replace the hook, if torch has one."""
-        if self._patch is None and callable(vars(torch).get("__getattr__")):
-            self._patch = Patch(torch, "__getattr__", self._wrap)
-
-    def uninstall(self) -> None:
-        """Put torch's own hook back."""
-        if self._patch is not None:
-            self._patch.revert()
-            self._patch = None
-
-    @contextmanager
-    def ours(self) -> Iterator[None]:
-        """Within: this thread takes a snapshot of ours. Not to be nested."""
-        ident = threading.get_ident()
-        self._ours[ident] = os.getpid()
-        try:
-            yield
-        finally:
-            self._ours.pop(ident, None)
-
-    def _wrap(self, original: Callable[[str], Any]) -> Callable[[str], Any]:
-        def refuse() -> None:
-            # an import that is under way on another thread has not bound the attribute yet:
-            # waiting for it would hold up our thread, and torch does without
-            if self._ours.get(threading.get_ident()) == os.getpid():
-                raise AttributeError(_LAZY)
-
-        return _hook(original, refuse)
-
-
-def _hook(original: Callable[[str], Any], refuse: Callable[[], None]) -> Callable[[str], Any]:
-    """`original`, except that `refuse` is asked first when the name is `_inductor`.
-
-    torch warns of deprecated names with the place two frames up, and filters such warnings by
-    that place: a Python function in between would let them through to the job. So the way to
-    `original` is one of C: a dict that lacks every name. Its only key has the hash of `_inductor`,
-    so that it is compared when that is looked up, and never else.
-    """
-
-    class Key:
-        def __hash__(self) -> int:
-            return hash(_LAZY)
-
-        def __eq__(self, other: object) -> bool:
-            if other == _LAZY:
-                refuse()
-            return False
-
-    names = type("_Names", (dict,), {"__missing__": staticmethod(original)})
-    hook: Callable[[str], Any] = names({Key(): None}).__getitem__
-    return hook
-
+    from collections.abc import Callable, Sequence
 
 _log = named_logger("gpumem_otel.capture")
 
@@ -132,15 +58,15 @@ _AND_FREES: Final = ("free_completed", "segment_alloc", "segment_free")
 
 
 def torch_version(torch: Any) -> tuple[int, int]:
-    """Major and minor version of torch, (0, 0) where it can not be told."""
-    found = re.match(r"(\d+)\.(\d+)", str(getattr(torch, "__version__", "")))
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+    """Major and minor version of torch, (0, 0) if unknown."""
+    match = re.match(r"(\d+)\.(\d+)", str(getattr(torch, "__version__", "")))
+    return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
 def known_arity(function: object, version: tuple[int, int]) -> int:
-    """How many positional arguments the C function takes.
+    """The number of positional arguments of the C function.
 
-    pybind11 writes the signature into the docstring; where there is none, the version decides.
+    pybind11 writes the signature into the docstring; without one, the version decides.
     """
     first_line = (getattr(function, "__doc__", None) or "").partition("\n")[0]
     written = len(re.findall(r"[(,] ?\w+: ", first_line))
@@ -155,7 +81,7 @@ class Recorder:
 
     Args:
         stacks: `python`, or `all` for C++ frames too.
-        pinned: record stacks of pinned host memory too, where torch can (2.14).
+        pinned: record stacks of pinned host memory too, if torch can (2.14).
         annotations: record annotated ranges of all threads, not only of the one that calls
             `start` (torch 2.8).
     """
@@ -180,7 +106,7 @@ class Recorder:
         self._theirs = False
         self._window: str = ""
         self._gaps = 0
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     # life
 
@@ -209,7 +135,7 @@ class Recorder:
         """Record stacks of live memory, unless the job records already. CUDA is initialised.
 
         Raises:
-            CaptureError: this torch can not be switched to recording.
+            CaptureError: this torch cannot record.
         """
         with self._lock:
             if self._record is None:
@@ -219,15 +145,17 @@ class Recorder:
             self.guard.install(self._torch)  # in `prepare` torch may still have been importing
             if not self._theirs and self._is_enabled():
                 self._theirs = True
-                self._say("the job records memory history itself: its settings stay as they are")
+                self._log_once(
+                    "the job records memory history itself: its settings stay as they are"
+                )
             if not self._theirs:
                 self._switch("state")
 
     def stop(self, *, quiet: bool = False) -> None:
-        """Undo everything; recording that is the job's goes on.
+        """Undo everything; the job's own recording continues.
 
         Args:
-            quiet: torch may not be called now, so its recording of stacks stays on.
+            quiet: torch must not be called now, so recording stays on.
         """
         with self._lock:
             here = self._pid == os.getpid() and not quiet
@@ -244,7 +172,7 @@ class Recorder:
                 self.guard.uninstall()
 
     def forget_parent(self) -> None:
-        """In a forked child: recording starts anew when `start` is called here."""
+        """In a forked child: recording starts again with `start`."""
         self._lock = threading.RLock()
         self._started = self._theirs = False
         self._window = ""
@@ -259,41 +187,41 @@ class Recorder:
 
     @property
     def copies_events(self) -> bool:
-        """Whether a snapshot without events copies those of the job all the same."""
+        """Whether a snapshot without events copies the job's events nevertheless."""
         return self._theirs and self._snapshot_calls[0] != (_ALL_POOLS_NO_TRACES,)
 
     @property
     def gaps(self) -> int:
-        """How often recording was off, or the job's, and became ours again."""
+        """How often recording was off or the job's, and became ours again."""
         return self._gaps
 
     @property
     def events_per_free(self) -> int:
-        """Events that a free leaves in a window: none where torch can skip them (2.11)."""
+        """Events per free in a window: 0 if torch can skip them (2.11)."""
         return 0 if self._arity >= _SKIP_ACTIONS else 2
 
     @property
     def records_pinned(self) -> bool:
-        """Whether stacks of pinned host memory are asked for, and this torch can record them."""
+        """Whether stacks of pinned host memory are requested, and this torch can record them."""
         return self.pinned and self._arity >= _PINNED
 
     def keep_on(self) -> None:
-        """Switch recording on again where somebody switched it off behind our back."""
+        """Switch recording on again if it was switched off unobserved."""
         with self._lock:
             if not self._started or self._theirs or self._window or self._is_enabled():
                 return
-            self._say("memory history was switched off from outside: recording stacks again")
+            self._log_once("memory history was switched off from outside: recording stacks again")
             self._switch("state")
             self._gaps += 1
 
     # snapshots
 
     def snapshot(self, *, traces: bool) -> Any:
-        """What is allocated, as torch's own dict or list.
+        """The allocator's snapshot, as torch's own dict or list.
 
         Args:
-            traces: with the recorded events; without them it is much faster where torch can
-                leave them out (2.11 and newer).
+            traces: include the recorded events; without them it is much faster if torch can leave
+                them out (2.11 and newer).
 
         Raises:
             CaptureError: the allocator could not be read.
@@ -306,24 +234,24 @@ class Recorder:
             args = calls[1] if traces and calls[0] == (_ALL_POOLS_NO_TRACES,) else calls[0]
             try:
                 with self.guard.ours():
-                    found = take(*args)
+                    raw = take(*args)
             except (TypeError, RuntimeError) as error:
-                # an argument that this build does not know yet, or an error of this moment
+                # an argument that this build does not know, or a transient error
                 if args == calls[-1] or args != calls[0]:
                     raise CaptureError(f"snapshot: {error}; no profile this time") from error
                 calls = calls[1:]
             else:
-                self._snapshot_calls = calls  # what this build takes, from now on
-                return found
+                self._snapshot_calls = calls  # what this build accepts
+                return raw
 
     # windows
 
     def open_window(self, max_events: int, *, frees: bool = False) -> None:
-        """Record allocation events, at most so many per device (the oldest are dropped).
+        """Record allocation events; beyond the limit the oldest are dropped.
 
         Args:
-            max_events: of each device.
-            frees: record frees too: one event each where torch can skip the second (2.11).
+            max_events: per device.
+            frees: record frees too: one event each if torch can skip the second (2.11).
 
         Raises:
             BusyError: the job records itself, or another window is open.
@@ -332,7 +260,7 @@ class Recorder:
         if self._started and not self._theirs and self._records_more_than_state():
             with self._lock:
                 self._theirs = True
-            self._say("something else records memory events: its recording is left alone")
+            self._log_once("something else records memory events: its recording is left alone")
         with self._lock:
             if not self._started:
                 raise CaptureError("window: recording is off; call install() first")
@@ -348,8 +276,7 @@ class Recorder:
         """Drop the events and record live memory only.
 
         Returns:
-            Whether the window was undisturbed; False where the job changed the mode meanwhile,
-            in which case the mode is the job's and the events are not ours.
+            False if the job changed the mode meanwhile: then the mode and the events are its own.
         """
         with self._lock:
             if self._window == "open":
@@ -379,7 +306,9 @@ class Recorder:
         skip: Sequence[str] = (),
     ) -> None:
         if clear and self._arity < _CLEAR_HISTORY:
-            self._call(None, 1, clear=False)  # older torch clears the trace only when it ends
+            self._call(
+                None, 1, clear=False
+            )  # older torch clears the trace only when recording ends
         self._call(mode, max_entries, clear=clear, skip=skip)
 
     def _call(
@@ -409,7 +338,7 @@ class Recorder:
             raise CaptureError(f"recording: {error}; only metrics from here on") from error
 
     def _call_in_python(self, values: dict[str, Any]) -> None:
-        """A C function newer than the table: torch's own Python function knows the defaults."""
+        """For a C function newer than the table: torch's Python function knows the defaults."""
         self._own_thread = threading.get_ident()
         try:
             record = self._torch.cuda.memory._record_memory_history  # noqa: SLF001
@@ -438,7 +367,7 @@ class Recorder:
                 try:
                     self._job_called(args[0] if args else next(iter(kwargs.values()), None))
                 except Exception:
-                    _log.warning("recording of stacks could not go on", exc_info=True)
+                    _log.warning("recording of stacks could not continue", exc_info=True)
             return result
 
         return record
@@ -448,11 +377,13 @@ class Recorder:
             self._window = "lost"
         self._theirs = enabled is not None and enabled is not False
         if not self._theirs and self._started:
-            self._say("the job switched memory history off: recording stacks of live memory again")
+            self._log_once(
+                "the job switched memory history off: recording stacks of live memory again"
+            )
             self._switch("state")
             self._gaps += 1
 
-    def _say(self, message: str) -> None:
-        if message not in self._said:
-            self._said.add(message)
+    def _log_once(self, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
             _log.info("%s", message)

@@ -1,18 +1,14 @@
-"""Whose the memory is that a restore has allocated: the stacks of before stand in place of ours.
+"""Gives memory that a restore has allocated its original stacks.
 
-After a restore every storage that was moved has a new block, and the stack that torch recorded for
-it is ours. Who looks at a profile wants to see who holds the memory, and that has not changed. So
-for each storage that came back the frames of its first block are kept, as torch gave them, and put
-into each snapshot in place of ours. A block is taken for ours only where the innermost Python frame
-of its stack is that of the restore: what anybody else allocates at such an address later keeps the
-stack that it has.
+After a restore every moved storage has a new block, recorded with our own stack; a profile must
+show the code that holds the memory. So the frames of each storage's first block are kept as torch
+returned them, and replace ours in each snapshot. A block counts as ours only if the innermost
+Python frame of its stack is that of the restore: a later allocation at the address keeps its stack.
 
-It costs nothing before the first restore, and afterwards a look at each block of a snapshot for as
-long as one of those storages lives. Blocks of one stack share its frames, so these are few. No
-storage is kept alive.
+This costs nothing before the first restore; afterwards each block of a snapshot is checked as long
+as one of those storages lives. No storage is kept alive.
 
-Limit: what a restore allocates while a window of events is open is an event of that window, with
-our stack.
+Limit: what a restore allocates in an open window of events is an event of it with our stack.
 """
 
 from __future__ import annotations
@@ -43,8 +39,8 @@ class MovedStorage(Protocol):
     Attributes:
         storage: the `torch.UntypedStorage`.
         size_bytes: of the storage.
-        frames: who allocated it first, as torch recorded it, leaf first; () where nobody knows.
-        root: named root of memory without frames, "" where none is known.
+        frames: of its first allocation, as torch recorded them, leaf first; () if unknown.
+        root: named root of memory without frames, "" if unknown.
     """
 
     @property
@@ -58,12 +54,12 @@ class MovedStorage(Protocol):
 
 
 class Origin(NamedTuple):
-    """Where a storage that came back is from.
+    """The origin of a restored storage.
 
     Attributes:
-        frames: of its first block, leaf first; () where it had none.
-        root: named root of a block without frames, "" where none is known.
-        size_bytes: as it was asked for.
+        frames: of its first block, leaf first; () if it had none.
+        root: named root of a block without frames, "" if unknown.
+        size_bytes: the requested size.
         restored_in: the file whose code allocated it again, as frames name it.
     """
 
@@ -75,15 +71,15 @@ class Origin(NamedTuple):
 
 
 Entries: TypeAlias = "dict[int, Origin]"
-"""By address: what is one device's is no other's, nor the host's."""
+"""By address; addresses are unique over all devices and the host."""
 
 
 class Replaced(NamedTuple):
-    """What was put into a snapshot.
+    """The blocks of a snapshot that got their original stacks.
 
     Attributes:
         addresses: of the blocks.
-        roots: (device, address) -> named root of those that have no frames, "" where none is known.
+        roots: (device, address) -> named root of those without frames, "" if unknown.
     """
 
     addresses: Collection[int]
@@ -91,12 +87,12 @@ class Replaced(NamedTuple):
 
 
 class Restored:
-    """What restores have brought back, by its address of now.
+    """Restored storages by their current address.
 
-    Told by the thread that restores; snapshots may be read by others meanwhile.
+    Updated by the restoring thread; other threads may read snapshots meanwhile.
 
     Args:
-        tensors: the address table, which is told as well.
+        tensors: the address table, which is updated too.
 
     Attributes:
         lock: held while a snapshot is taken.
@@ -105,21 +101,19 @@ class Restored:
     def __init__(self, tensors: TensorTable | None = None) -> None:
         self._tensors = tensors
         self._entries: Entries = {}
-        # an allocation that fails is looked at by the thread that asked, with a snapshot
+        # reentrant: a thread whose allocation fails takes a snapshot
         self.lock = threading.RLock()
-        self._said = False
-
-    # who restores
+        self._logged = False
 
     @contextmanager
     def placing(self, moved: MovedStorage, restored_in: str) -> Iterator[None]:
-        """Within, this storage is given memory again; what is done within is all that raises.
+        """Allocate this storage in the block; only errors of the block are raised.
 
-        Snapshots wait for it: none shows memory of which it is not known whose it is.
+        Snapshots wait for it, so that none shows memory of unknown origin.
 
         Args:
             moved: the storage.
-            restored_in: the file of the code that allocates, as frames name it.
+            restored_in: the file of the allocating code, as frames name it.
         """
         with self.lock:
             yield
@@ -135,14 +129,14 @@ class Restored:
                     moved.frames, moved.root, moved.size_bytes, weak, restored_in
                 )
         except Exception:
-            self._say()
+            self._log_once()
 
-    def settled(self, movables: Collection[MovedStorage]) -> None:
-        """These storages have other addresses than before, or none. Never raises."""
+    def settled(self, storages: Collection[MovedStorage]) -> None:
+        """These storages have new addresses, or none. Never raises."""
         try:
             addresses = {
                 one.storage._cdata: address_of(one.storage)  # noqa: SLF001 - its identity
-                for one in movables
+                for one in storages
             }
             with self.lock:
                 self._entries = {
@@ -154,32 +148,30 @@ class Restored:
             if self._tensors is not None:
                 self._tensors.moved(addresses)
         except Exception:
-            self._say()
+            self._log_once()
 
-    def _say(self) -> None:
-        if not self._said:
-            self._said = True
+    def _log_once(self) -> None:
+        if not self._logged:
+            self._logged = True
             _log.warning("restored memory is shown under our own stack", exc_info=True)
 
     def clear(self) -> None:
-        """Forget everything; in a forked child too, where nothing of it is."""
+        """Forget everything; in a forked child too."""
         self.lock = threading.RLock()
         self._entries = {}
 
-    # who reads
-
     def entries(self) -> Entries:
-        """A copy of what is known; empty before the first restore."""
+        """A copy of the entries; empty before the first restore."""
         return self._entries.copy() if self._entries else {}
 
     def put_into(self, raw: Any, entries: Entries, pause: Pause) -> Replaced:
-        """Put the frames of before into a snapshot that torch has just made, in place.
+        """Put the original frames into a new snapshot, in place.
 
-        Of its events only frees are looked at: they carry the stacks of older allocations.
+        Of its events only frees are changed: they carry the stacks of older allocations.
 
         Args:
             raw: the snapshot.
-            entries: what may be in there.
+            entries: of storages that it may contain.
             pause: called every 32 blocks or events.
         """
         if not entries:
@@ -190,11 +182,11 @@ class Restored:
         return _put_into_blocks(raw, entries, pause)
 
     def forget(self, before: Entries, there: Collection[int], pause: Pause) -> None:
-        """Drop what is gone, or was given memory elsewhere.
+        """Drop entries of storages that are gone or have moved.
 
         Args:
-            before: what was known before a snapshot was taken, so it must be in there.
-            there: what was.
+            before: the entries before a snapshot, which must contain them.
+            there: the addresses that it contains.
             pause: called every 32 entries.
         """
         for count, (address, one) in enumerate(before.items(), 1):
@@ -239,7 +231,7 @@ def _put_into_frees(traces: Iterable[Iterable[RawEvent]], entries: Entries, paus
 
 
 def _is_ours(frames: Sequence[RawFrame], one: Origin) -> bool:
-    """Whether a restore allocated it: frames of C++ may stand before the one of Python."""
+    """Whether a restore allocated it; C++ frames may come before the Python frame."""
     for frame in frames:
         filename = frame.get("filename", "")
         if filename.endswith(".py"):

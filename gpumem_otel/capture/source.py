@@ -1,7 +1,6 @@
 """The live torch process as a `Source` and a `WindowSource`.
 
-Here is when it can be read and what its counters say; `livereads.py` makes the readings,
-`eventwindow.py` records events.
+This file decides when it can be read and reads its counters; `live_reads.py` makes the readings.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from gpumem_otel.base.gate import QuietGate
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.base.profile import SourceStatus
 from gpumem_otel.capture.device_stats import StatsReader
-from gpumem_otel.capture.event_window import EventWindow
 from gpumem_otel.capture.gil_pacing import Pacer
 from gpumem_otel.capture.live_reads import COPIES_HISTORY, LiveReads, SnapshotTaker
 from gpumem_otel.capture.objects.shared_storages import SharedStorages
@@ -52,26 +50,26 @@ _UNSUPPORTED: Final = {
 class TorchSource:
     """Reads the allocator of this process.
 
-    `prepare` once torch is imported, `start` once CUDA is initialised (both are for `Arming`), then
-    it can be read from any thread until `stop`. Before `start` nothing of CUDA is touched.
+    `Arming` calls `prepare` once torch is imported and `start` once CUDA is initialised; then it
+    can be read from any thread until `stop`. Before `start` nothing of CUDA is touched.
 
     Args:
         stacks: `python`, or `all` for C++ frames too.
-        counters: takes `exporter_history_overflow`, and `exporter_stall_seconds` of what ends in
-            no reading.
+        counters: takes `exporter_history_overflow`, and `exporter_stall_seconds` of work that
+            yields no reading.
         clock: time; the real one by default.
         environ: the process's environment, for the variables that turn the allocator off.
-        max_window_events: events that one window may hold, per device.
-        pacer: gives up the interpreter lock between slices of a pass over all blocks.
-        classes: whether readings tell tensor classes.
-        pinned: record stacks of pinned host memory too, where torch can.
+        max_window_events: of one window, per device.
+        pacer: releases the interpreter lock between slices of a pass over all blocks.
+        classes: whether readings have tensor classes.
+        pinned: record stacks of pinned host memory too, if torch can.
         annotations: record annotated ranges of all threads.
-        gate: stands before each call into torch; while it is closed readings raise BusyError.
+        gate: guards each call into torch; while it is closed readings raise BusyError.
 
     Attributes:
         tensors: the address table; None without classes.
-        exports: which storages were given to another process or library.
-        restored: which memory was allocated by a restore, and for whom.
+        exports: the storages shared with another process or library.
+        restored: memory allocated by restores, with its original stacks.
     """
 
     def __init__(
@@ -109,17 +107,9 @@ class TorchSource:
             pacer=pacer or Pacer(),
             environ=self._environ,
             counters=counters,
-        )
-        self._window = EventWindow(
-            self.recorder,
-            self._snapshots,
-            self._reads,
-            tensors=self.tensors,
-            restored=self.restored,
-            max_events=max_window_events,
-            gate=self.gate,
             clock=self._clock,
-            counters=counters,
+            gate=self.gate,
+            max_window_events=max_window_events,
         )
         self._pid = os.getpid()
         self._stats: StatsReader | None = None
@@ -130,16 +120,16 @@ class TorchSource:
     # life
 
     def prepare(self, torch: Any) -> None:
-        """See the job's own recording calls from here on; initialises nothing."""
+        """Watch the job's own recording calls from now on; initialises nothing."""
         self.recorder.prepare(torch)
         self.exports.start(torch)
         if self.tensors is not None:
             self.tensors.start()
 
     def start(self) -> None:
-        """Start recording; CUDA is initialised, or is being initialised by this very thread.
+        """Start recording; CUDA is initialised, or is being initialised by this thread.
 
-        Where recording can not be had, `status()` says why and metrics go on.
+        If recording is not possible, `status()` has the reason and metrics continue.
         """
         torch = sys.modules.get("torch")
         if torch is None:
@@ -162,7 +152,7 @@ class TorchSource:
             _log.warning("no profiles, metrics only: %s", error)
 
     def stop(self) -> None:
-        """Undo `prepare` and `start`. A read that is under way may end with an error."""
+        """Undo `prepare` and `start`. A read in progress may end with an error."""
         self._stopped = True
         self._stats = None
         self._reads.forget_roots()
@@ -178,11 +168,10 @@ class TorchSource:
                 self.gate.leave()
 
     def _forget_parent(self) -> None:
-        """This is a forked child that makes a CUDA context of its own: nothing is inherited."""
+        """In a forked child with a CUDA context of its own: inherit nothing."""
         self._pid = os.getpid()
         self.gate.forget_parent()
         self._stats = None
-        self._window.forget_parent()
         self.recorder.forget_parent()
         self.exports.forget_parent()
         self.restored.clear()
@@ -204,7 +193,7 @@ class TorchSource:
         return ""
 
     def _remember_what_was_before(self) -> None:
-        """Install came late: on the job's own thread, which waits for it in any case."""
+        """Handle memory allocated before a late install; on the job's thread."""
         self._reads.recording_began()
         self._snapshots.forget_copy()
         stats = self._stats
@@ -251,7 +240,7 @@ class TorchSource:
         return "not_initialised"
 
     def stats(self) -> tuple[DeviceStats, ...]:
-        """See `Source`. Where `status()` says unsupported, only the device's own numbers count."""
+        """See `Source`. If `status()` is unsupported, only the device's own numbers are valid."""
         stats = self._stats
         if stats is None or self._pid != os.getpid():
             return ()
@@ -263,10 +252,10 @@ class TorchSource:
 
     @contextmanager
     def _within(self, what: str) -> Iterator[None]:
-        """Where torch may be called.
+        """Within, torch may be called.
 
         Raises:
-            BusyError: not now.
+            BusyError: the gate is closed.
         """
         if not self.gate.enter():
             raise BusyError(f"{what}: {_QUIET}")
@@ -276,13 +265,13 @@ class TorchSource:
             self.gate.leave()
 
     def allocated(self) -> dict[int, int]:
-        """Bytes allocated now, by device: 11 us each. {} where not armed; never raises."""
+        """Bytes allocated now by device, 11 us each; {} if not armed. Never raises."""
         stats = self._stats
         if stats is None or self._reason or self._pid != os.getpid() or not self.gate.enter():
             return {}
         try:
             return stats.allocated(stats.devices())
-        except Exception:  # asked on the job's own thread
+        except Exception:  # this is the job's thread
             return {}
         finally:
             self.gate.leave()
@@ -290,30 +279,29 @@ class TorchSource:
     def read(self) -> Reading:
         """See `Source`. One at a time; a window may be open meanwhile.
 
-        Torch before 2.11 can not leave events out. Once copying those of a job that records
-        history itself takes longer than a quarter of a second, with the interpreter lock held,
-        there are no more readings until the job stops; `status()` says so.
+        Torch before 2.11 cannot leave events out. Once copying those of a job that records history
+        itself takes longer than 0.25 s, with the interpreter lock held, there are no more readings
+        until the job stops recording; see `status()`.
         """
         with self._within("read"):
             return self._reads.read(self._readable())
 
     def as_before_restores(self, raw: Any) -> Roots:
-        """Put the stacks of before into a snapshot, at once; what blocks without one are called.
+        """Put original stacks into restored blocks of a snapshot by this source's recorder.
 
-        Args:
-            raw: a snapshot of this source's recorder.
+        Returns:
+            The roots of blocks without a stack.
         """
         return self._reads.as_before_restores(raw)
 
     def read_at_once(self, budget_seconds: float) -> Reading | None:
-        """A reading on the job's own thread, which waits for it; `completed` does the rest.
+        """A reading on the job's own thread; `completed` adds the slow parts later.
 
-        The snapshot, and which storages of the address table live. Blocks without a stack are
-        named by what the last `read` knew.
+        Takes the snapshot and checks which storages of the address table live. Blocks without a
+        stack get the roots known to the last `read`.
 
         Args:
-            budget_seconds: None where the snapshot would take longer, by the time that the blocks
-                of the last one took.
+            budget_seconds: returns None if the snapshot is expected to take longer.
 
         Raises:
             CaptureError: the allocator could not be read.
@@ -322,7 +310,7 @@ class TorchSource:
             return self._reads.read_at_once(self._readable(), budget_seconds)
 
     def completed(self, reading: Reading) -> Reading:
-        """A reading of `read_at_once` with what took too long for the job's thread."""
+        """Complete a reading of `read_at_once` with work too slow for the job's thread."""
         return self._reads.completed(reading)
 
     def _readable(self) -> StatsReader:
@@ -344,16 +332,16 @@ class TorchSource:
         frees: bool = False,
         enough: Callable[[], bool] | None = None,
     ) -> Reading:
-        """See `WindowSource`. Ends early when `max_window_events` are near, or the gate closes.
+        """See `WindowSource`. Ends early near `max_window_events`, or when the gate closes.
 
-        The reading's `stall_seconds` are all but the idle wait: opening and closing too.
+        `stall_seconds` of the reading include opening and closing, but not the idle wait.
         """
         with self._within("window"):
-            return self._window.record(self._readable(), seconds, stop, frees=frees, enough=enough)
+            return self._reads.window(self._readable(), seconds, stop, frees=frees, enough=enough)
 
 
 def _count_refresh(counters: Counters, seconds: float) -> None:
-    """The table is made on the job's own thread: all of it is stall."""
+    """Count a refresh of the table; on the job's thread, so all of it is stall."""
     counters.add("exporter_stall_seconds", seconds)
     counters.add("exporter_runs", stage="classes")
     counters.add("exporter_seconds", seconds, stage="classes")

@@ -1,8 +1,8 @@
-"""What live memory without a stack is called.
+"""Names the roots of live memory without a stack.
 
-Where Python stacks are recorded and a block has none, no Python code ran on the thread that
-allocated it: nearly always a thread of the autograd engine. That is said only where recording was
-ours while the block was allocated, and where the engine has threads at all.
+If Python stacks are recorded and a block has none, no Python code ran on the allocating thread:
+nearly always a thread of the autograd engine. This conclusion needs our own recording at the time
+of the allocation, and an engine that has threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _BLOCKS_PER_PAUSE: Final = 32
 _THREADS: Final = Path("/proc/self/task")
 _NONE: Final[Mapping[tuple[int, int], str]] = MappingProxyType({})
-_ENGINE_THREAD: Final = b"autograd"  # `pt_autograd_0` since torch 2.4, from the first backward on
+_ENGINE_THREAD: Final = b"autograd"  # `pt_autograd_0` since torch 2.4, after the first backward
 
 
 Roots: TypeAlias = "Mapping[tuple[int, int], str]"
@@ -31,9 +31,9 @@ Roots: TypeAlias = "Mapping[tuple[int, int], str]"
 
 
 class StacklessRoots:
-    """Remembers blocks without a stack that are known not to be of the backward.
+    """Remembers blocks without a stack that the backward did not allocate.
 
-    `update` is for one thread at a time; rules may be asked from any.
+    `update` is for one thread at a time; rules may be called from any.
 
     Args:
         pacer: slices the pass over all blocks.
@@ -46,17 +46,17 @@ class StacklessRoots:
         self._known: dict[tuple[int, int], str] = {}
 
     def remember_before_install(self, raw: Any) -> None:
-        """Install came late: blocks that have no stack now are older. On the job's own thread."""
+        """After a late install: blocks without a stack are older. On the job's own thread."""
         self._known = dict.fromkeys(_stackless_blocks(raw, no_pause), BEFORE_INSTALL)
 
     def update(self, raw: Any, *, unrecorded: bool, restored: Roots = _NONE) -> float:
-        """Forget addresses that are free, or were given out again with a stack.
+        """Forget addresses that are free, or were allocated again with a stack.
 
         Args:
-            raw: the snapshot as torch gives it.
-            unrecorded: recording was off, or the job's, until just before this snapshot: whatever
-                has no stack now may be of that time.
-            restored: of what had no stack before it was moved there; "" where nothing was known.
+            raw: the snapshot as torch returns it.
+            unrecorded: recording was off, or the job's, until just before this snapshot: blocks
+                without a stack may be of that time.
+            restored: roots of restored blocks that had no stack before; "" if unknown.
 
         Returns:
             Seconds of work in slices.
@@ -73,25 +73,21 @@ class StacklessRoots:
                     still[block] = root
                 elif unrecorded:
                     still[block] = NO_PYTHON_FRAME
-            self._known = still  # never changed in place: rules given out look at the old one
+            self._known = still  # never changed in place: older rules use the old one
         finally:
             seconds = self._pacer.end()
         return seconds
 
     def remembered(self, restored: Roots = _NONE) -> Roots:
-        """(device, address) -> root of blocks of which something is known, as of now.
-
-        Args:
-            restored: see `update`.
-        """
+        """(device, address) -> root of known blocks; for `restored` see `update`."""
         return {**self._known, **restored} if restored else self._known
 
     def of_blocks(self, *, ours: bool, restored: Roots = _NONE) -> StacklessRule:
-        """Names live blocks.
+        """The rule for live blocks.
 
         Args:
-            ours: recorded with our settings; with the job's own, nothing says what a missing
-                stack means.
+            ours: recorded with our settings; with the job's, the meaning of a missing stack is
+                unknown.
             restored: see `update`.
         """
         known = self.remembered(restored)
@@ -108,7 +104,7 @@ class StacklessRoots:
         return rule
 
     def of_events(self) -> StacklessRule:
-        """Names allocations of a window of ours: all were recorded, so none is older."""
+        """The rule for allocations of one of our windows, which are all recorded."""
         rest = ""
 
         def rule(device: int, address: int | None) -> str:  # noqa: ARG001 - a `StacklessRule`
@@ -119,7 +115,7 @@ class StacklessRoots:
         return rule
 
     def _ours(self) -> str:
-        # looked at after the snapshot: a thread is there before what it allocates
+        # checked after the snapshot: a thread exists before its allocations
         self._engine_runs = self._engine_runs or autograd_has_threads()
         return BACKWARD if self._engine_runs else NO_PYTHON_FRAME
 

@@ -1,11 +1,11 @@
-"""Counts optimizer steps, where a step is one turn of the training loop.
+"""Counts optimizer steps; a step is one iteration of the training loop.
 
-torch calls its global optimizer hooks more often than that: twice for ZeroRedundancyOptimizer and
-for subclasses that call `super().step`, once per parameter inside backward for
-`_apply_optimizer_in_backward`, while a compiled step is traced; and not at all when GradScaler
+torch calls its global optimizer hooks more often: twice for ZeroRedundancyOptimizer and for
+subclasses that call `super().step`, once per parameter inside backward for
+`_apply_optimizer_in_backward`, and while a compiled step is traced; and not at all when GradScaler
 skips a step or the compiled step runs. So only the outermost step of a thread counts, never one
-inside backward, never a traced one, and where several optimizers step, only the first of them
-does. Whoever needs more calls `step()`, which turns the hooks off.
+inside backward or a traced one; of several optimizers only the first counts. For anything else the
+job calls `step()`, which turns the hooks off.
 """
 
 from __future__ import annotations
@@ -33,27 +33,24 @@ _LEADER_IS_GONE_AFTER: Final = 10_000
 
 
 class StepCounter:
-    """Steps of this process, and the floor under what is allocated at its step boundaries.
+    """Counts the steps of this process, and tracks the floor of memory at step boundaries.
 
-    A boundary is the end of the optimizer's step, or the call of `step()`. Gradients, loss and
-    outputs of that step may still be alive, so what is allocated there follows the batch. The
-    floor is therefore the lowest of the last 16 boundaries that were read: one small batch among
-    them is enough to keep it down, while what a leak holds is in all of them. It falls at once
-    and rises 16 boundaries late.
+    A boundary is the end of the optimizer's step, or a call of `step()`. Gradients, loss and
+    outputs may still be alive there, so the allocated memory depends on the batch. The floor is
+    therefore the lowest of the last 16 boundaries that were read: one small batch keeps it down,
+    while leaked memory is in all of them. It falls at once and rises 16 boundaries late.
 
-    The hooks take a microsecond or two of the job's thread. Reading what is allocated takes 11 us
-    per device, so it is done at most 20 times a second and for at most 1/500 of the time; the
-    boundaries in between are not read.
+    The hooks take 1 to 2 us of the job's thread. Reading the allocated bytes takes 11 us per
+    device, so it is done at most 20 times a second and for at most 1/500 of the time; other
+    boundaries are not read.
 
     Args:
-        allocated: bytes allocated now by device. If it raises, the floor is read no more.
+        allocated: returns bytes allocated now by device. If it raises, the floor is no longer read.
         time_ns: wall clock, nanoseconds since 1970.
-        monotonic: seconds of a clock that never goes back.
-        on_optimizer: told, on the thread that stepped, of each outermost step of any optimizer
-            and whether that was inside backward, and with None of each call of `step()`. Must
-            not raise.
-        on_boundary: called last at each boundary, on the thread that stepped: it may stand still
-            there, and what it raises is the job's own and is passed on.
+        on_optimizer: called on the stepping thread with each optimizer that made an outermost step
+            and whether it was inside backward, and with None at each `step()`. Must not raise.
+        on_boundary: called last at each boundary, on the stepping thread: it may block there, and
+            its errors are raised into the job.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class StepCounter:
         self._next_floor = float("-inf")
         self._leader: Callable[[], object] | None = None
         self._others = 0
-        self._said_several = False
+        self._logged_several = False
 
     def start(self) -> None:
         """Register the hooks, if torch's optimizers are loaded. Call it on the job's thread."""
@@ -103,7 +100,7 @@ class StepCounter:
         self._leader = None
 
     def step(self) -> None:
-        """Mark the end of a step by hand; from the first call on the hooks count no more."""
+        """Mark the end of a step by hand; after the first call the hooks no longer count."""
         self._explicit = True
         if self._on_optimizer is not None:
             self._on_optimizer(None, False)
@@ -113,11 +110,11 @@ class StepCounter:
 
     @property
     def several(self) -> bool:
-        """Whether several optimizers step, and none of `step()` says where a step ends."""
-        return self._said_several and not self._explicit
+        """Whether several optimizers step and the job never called `step()`."""
+        return self._logged_several and not self._explicit
 
     def stats(self) -> StepStats:
-        """Steps so far. What was read is replaced as a whole, so it can be asked at any time."""
+        """Steps so far. From any thread, since boundaries are replaced as a whole."""
         floor: dict[int, int] = {}
         for boundary in self._boundaries:
             for device, size in boundary.items():
@@ -129,8 +126,8 @@ class StepCounter:
         )
 
     def _hooks(self, torch: Any) -> tuple[Callable[..., None], Callable[..., None]]:
-        # plain functions over local names: the tracer of torch.compile follows them, and must
-        # see nothing but the first line
+        # plain functions over local names: torch.compile traces them, and must see only the first
+        # line
         is_compiling = torch.compiler.is_compiling
         graph_task_id = getattr(torch._C, "_current_graph_task_id", lambda: -1)  # noqa: SLF001
         local = threading.local()
@@ -139,7 +136,7 @@ class StepCounter:
             if is_compiling():
                 return
             depth = getattr(local, "depth", 0)
-            # a step that raised has left its depth behind: see whether one is really under way
+            # a step that raised has left its depth behind: check whether one is really running
             if depth and not _within_step(sys._getframe(1)):  # noqa: SLF001
                 depth = 0
             local.depth = depth + 1
@@ -174,16 +171,16 @@ class StepCounter:
             self._add()
         except Exception:
             self._active = False
-            _log.warning("steps are counted no more", exc_info=True)
+            _log.warning("steps are no longer counted", exc_info=True)
             return False
         return True
 
     def _another(self, optimizer: object) -> None:
         self._others += 1
-        if not self._said_several:
-            self._said_several = True
+        if not self._logged_several:
+            self._logged_several = True
             _log.info(
-                "several optimizers step: steps are those of the first one; "
+                "several optimizers step: only steps of the first one are counted; "
                 "call gpumem_otel.step() once per iteration to count something else"
             )
         if self._others >= _LEADER_IS_GONE_AFTER:
@@ -202,7 +199,7 @@ class StepCounter:
             now = self._allocated()
         except Exception:  # on the job's own thread
             self._allocated, self._boundaries = None, ()
-            _log.warning("what is allocated at step boundaries is read no more", exc_info=True)
+            _log.warning("memory at step boundaries is no longer read", exc_info=True)
             return
         if now:
             self._boundaries = (*self._boundaries[1 - _FLOOR_BOUNDARIES :], now)

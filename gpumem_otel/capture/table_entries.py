@@ -1,6 +1,6 @@
-"""What the address table consists of, and how modules, optimizers and named objects become that.
+"""Collects the entries of the address table from modules, optimizers and named objects.
 
-What is read here may be read only by the thread that calls: see `tensors.py`, which knows when.
+Runs on the thread that may read them, see `tensor_table.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from gpumem_otel.snapshot.tensor_classes import TensorClass
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-# Which sizes cuBLAS asks the allocator for as its workspace.
-
 _KIB = 1024
 _HOPPER = (9, 0)
 _LARGE = 4096 * 8 * _KIB
@@ -25,11 +23,11 @@ _LT = 1024 * _KIB
 
 
 def workspace_sizes(environ: Mapping[str, str]) -> tuple[int, ...]:
-    """Sizes in bytes of one workspace of cuBLAS and of cuBLASLt, () where they can not be told.
+    """Sizes in bytes of one workspace of cuBLAS and of cuBLASLt, () if unknown.
 
     As torch chooses them (`aten/src/ATen/cuda/CublasHandlePool.cpp`): `CUBLAS_WORKSPACE_CONFIG`
-    (`:KiB:count` pairs), else 32 MiB from Hopper on and 8,320 KiB before; `CUBLASLT_WORKSPACE_SIZE`
-    in KiB, else 1 MiB (newer versions share the other).
+    (`:KiB:count` pairs), else 32 MiB since Hopper and 8,320 KiB before; `CUBLASLT_WORKSPACE_SIZE`
+    in KiB, else 1 MiB (newer versions share the other workspace).
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -45,7 +43,7 @@ def workspace_sizes(environ: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def _configured(environ: Mapping[str, str]) -> int:
-    """Bytes that `CUBLAS_WORKSPACE_CONFIG` adds up to; 0 where it says nothing."""
+    """Total bytes of `CUBLAS_WORKSPACE_CONFIG`; 0 if not set."""
     pairs: list[Any] = re.findall(r":(\d+):(\d+)", environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     return sum(int(size) * int(count) for size, count in pairs) * _KIB
 
@@ -58,16 +56,15 @@ TableEntries: TypeAlias = "dict[int, _Entry]"
 
 
 class EntryCollector:
-    """Collects entries, of which the first of an address stays.
+    """Collects entries; the first one of an address wins.
 
     Args:
-        torch: the module.
-        last: the table of before, whose weak references are used again.
-        host_too: take up tensors in host memory as well.
+        last: the previous table, whose weak references are reused.
+        host_too: include tensors in host memory.
 
     Attributes:
-        entries: what was found.
-        tensors: how many were looked at.
+        entries: the result.
+        tensors: number of tensors visited.
     """
 
     def __init__(self, torch: Any, last: TableEntries, *, host_too: bool) -> None:
@@ -78,7 +75,7 @@ class EntryCollector:
         self._host_too = host_too
 
     def add(self, tensors: Iterable[Any], tensor_class: TensorClass) -> None:
-        """Storages that are not in the entries yet. The hot path: 1 us a tensor."""
+        """Add storages that have no entry yet. Hot path: 1 us per tensor."""
         torch, entries, last = self._torch, self.entries, self._last
         storage_type = torch.UntypedStorage
         expired, free = storage_type._expired, storage_type._free_weak_ref  # noqa: SLF001
@@ -111,7 +108,7 @@ class EntryCollector:
         self.tensors += count
 
     def add_named(self, item: Any, tensor_class: TensorClass) -> None:
-        """What the user meant; a cache that refers to its model has no parameters."""
+        """Add a named object's tensors, but not parameters, as of a cache's model."""
         parameter = self._torch.nn.Parameter
         self.add(
             (
@@ -123,9 +120,9 @@ class EntryCollector:
         )
 
     def add_modules(self, modules: Sequence[Any]) -> None:
-        """Their parameters, caches and buffers, but not those of modules below them."""
-        # not by named_parameters(), which walks the whole tree below each module; and by lists
-        # that are made in one go, since another thread may be at work with a module
+        """Add the modules' own parameters, caches and buffers, not those of their submodules."""
+        # not by named_parameters(), which walks the whole tree below each module; lists are made in
+        # one step, since another thread may use a module
         parameters = [p for m in modules for p in list(m._parameters.values())]  # noqa: SLF001
         self.add(parameters, TensorClass.PARAMETER)
         for module in modules:
@@ -141,11 +138,11 @@ class EntryCollector:
                     self.add(tensors, TensorClass.KV_CACHE)
 
     def add_optimizers(self, optimizers: Sequence[Any], modules: Sequence[Any]) -> None:
-        """Parameters, gradients and state, with what these modules have.
+        """Add parameters, gradients and states, and the modules.
 
         Args:
-            optimizers: whose gradients and state this thread may read.
-            modules: all that are known.
+            optimizers: those whose gradients and states this thread may read.
+            modules: all known modules.
         """
         parameters = [
             parameter
@@ -170,13 +167,13 @@ class EntryCollector:
 
 
 def rekeyed(entries: TableEntries, addresses: Mapping[int, int]) -> TableEntries:
-    """The entries of storages that have other addresses, or none.
+    """The entries after storages got other addresses, or none.
 
-    What has no memory waits under a number that is no address, and so in nobody's way.
+    An entry without memory is kept under a negative number.
 
     Args:
-        entries: as they were.
-        addresses: 0 for none, by the `_cdata` of the storage.
+        entries: the old entries.
+        addresses: the new address by the `_cdata` of the storage; 0 for none.
     """
     kept: TableEntries = {}
     moved: TableEntries = {}

@@ -1,14 +1,13 @@
 """The address table: which storages hold parameters, buffers, gradients, optimizer state, caches.
 
-Only the thread that steps an optimizer reads the gradients of its parameters and its state: the
-autograd engine writes `.grad` without the interpreter lock, and reading it elsewhere kills the
-process. So the table is made in the optimizer's hook (or in `step()`, or at the end of the forward
-of a watched root module), by the job's own thread, and only shortly before somebody will read it.
+Only the thread that steps an optimizer may read its parameters' gradients and its state: the
+autograd engine writes `.grad` without the interpreter lock, and reading it on another thread
+crashes the process. So the job's thread makes the table in the optimizer's hook (or in `step()`, or
+at the end of the forward of a watched root module), and only shortly before a reading is due.
 
-Nothing is kept alive. Modules, optimizers and named objects are held weakly; of a storage the table
-holds torch's own weak reference, which keeps no byte of device memory. Between table and snapshot a
-storage may have been freed and its address given out again: it is then expired, and its entry does
-not count (`alive`).
+Nothing is kept alive: modules, optimizers and named objects are held weakly, storages by torch's
+own weak reference. If a storage was freed between table and snapshot and its address allocated
+again, its reference is expired and the entry does not count (`alive`).
 """
 
 from __future__ import annotations
@@ -32,14 +31,9 @@ if TYPE_CHECKING:
 
     from gpumem_otel.capture.table_entries import TableEntries
 
-# A hook of a watched model that is copied and saved with nothing of ours in it.
-
 
 class ModelHook:
-    """A hook of a watched model, which goes into no copy and no file of it.
-
-    There stands a function of the standard library in its place that does nothing.
-    """
+    """A hook of a watched model; copies and pickles get a no-op of the standard library instead."""
 
     __slots__ = ("_call",)
 
@@ -47,7 +41,7 @@ class ModelHook:
         self._call = call
 
     def __call__(self, *args: Any) -> None:
-        """As torch calls a hook."""
+        """Called by torch."""
         self._call(*args)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -59,41 +53,41 @@ _log = named_logger("gpumem_otel.capture")
 _MIN_SECONDS: Final = 0.2
 _COST_FACTOR: Final = 500.0
 _AHEAD_SECONDS: Final = 5.0
-"""A table is made for a reading that is due in so many seconds, or sooner."""
+"""A table is made at most this long before a reading is due,"""
 _AHEAD_BOUNDARIES: Final = 2.0
-"""Of long steps: as many seconds earlier as so many of them take."""
-_CLASSES: Final = {found.value: found for found in TensorClass}
+"""or this many steps before it, if they take longer."""
+_CLASSES: Final = {member.value: member for member in TensorClass}
 _MOST_INPUT_PARTS: Final = 10_000
-"""Looked at in the arguments of one forward: it is the job's hot path."""
-_NOBODY: Final = -1
-"""In place of a thread: only `step()` reads that optimizer."""
+"""Limit for the arguments of one forward, the job's hot path."""
+_NO_THREAD: Final = -1
+"""Owner of an optimizer that only `step()` may read."""
 
 
 class TensorTable:
     """Address -> class, kept by the job's own threads, read by ours.
 
     Args:
-        counters_seconds: told what each refresh took of the job's thread.
-        monotonic: seconds of a clock that never goes back.
-        host_too: take up tensors in host memory as well; no block of a device has their address.
-        gate: while it is closed the job's hooks look at no tensor.
+        on_refreshed: called with the seconds that each refresh took of the job's thread.
+        host_too: include tensors in host memory, whose addresses match no device block.
+        gate: while it is closed the job's hooks read no tensor.
 
     Attributes:
-        on_forward: called at the end of each forward without gradients of a watched model, on the
-            thread that ran it: it may stand still there, and what it raises is the job's own.
-        last_seconds: what the last refresh took; `tensors` how many it looked at.
+        on_forward: called at the end of each forward without gradients of a watched model, on its
+            thread: it may block there, and its errors are raised into the job.
+        last_seconds: duration of the last refresh.
+        tensors: number of tensors it visited.
     """
 
     def __init__(
         self,
-        counters_seconds: Callable[[float], object] | None = None,
+        on_refreshed: Callable[[float], object] | None = None,
         *,
         monotonic: Callable[[], float] = time.perf_counter,
         host_too: bool = False,
         gate: QuietGate | None = None,
     ) -> None:
         self._gate = gate or QuietGate()
-        self._tell = counters_seconds
+        self._on_refreshed = on_refreshed
         self._host_too = host_too
         self._monotonic = monotonic
         self._torch: Any = None
@@ -119,7 +113,7 @@ class TensorTable:
     # life
 
     def start(self) -> None:
-        """Hear of the modules that are built from now on. On the job's thread."""
+        """Register hooks for modules built from now on. On the job's thread."""
         torch = sys.modules.get("torch")
         module = sys.modules.get("torch.nn.modules.module")
         if self._active or torch is None or module is None:
@@ -139,7 +133,7 @@ class TensorTable:
             self._handles.append(register(registered))
 
     def stop(self) -> None:
-        """Take the hooks back and forget everything."""
+        """Remove the hooks and forget everything."""
         self._active = False
         handles, self._handles = self._handles, []
         for _, of_root in list(self._roots.values()):
@@ -153,34 +147,34 @@ class TensorTable:
         self._entries, self._inputs = {}, {}
 
     def forget_parent(self) -> None:
-        """In a forked child: its parent's storages are not in this process."""
+        """In a forked child: the parent's storages are not in this process."""
         self._lock = threading.RLock()
         self._entries = self._inputs = {}
         self._optimizers.clear()
         self._wanted_from = float("-inf")
 
     def watch(self, name: str, item: Any) -> None:
-        """Take up a model, an optimizer, or an object whose tensors are of the class `name`.
+        """Add a model, an optimizer, or an object whose tensors are of the class `name`.
 
-        On the job's thread. A model's parameters are read at once, its inputs at each forward.
-        What is taken up already is only read again.
+        On the job's thread. A model's parameters are read at once, its inputs at each forward. A
+        known item is only read again.
 
         Args:
             name: "" for models and optimizers; else a tensor class, for instance `kv_cache`.
-            item: what can be held weakly.
+            item: must support weak references.
         """
         torch = self._torch
         if not self._active or torch is None:
             return
-        found = self._collector()
-        with torch._C.DisableTorchFunction():  # noqa: SLF001 - no mode of the job sees us
-            self._take_up(found, name, item)
-        self.tensors += found.tensors
+        collector = self._collector()
+        with torch._C.DisableTorchFunction():  # noqa: SLF001 - shields us from the job's modes
+            self._add_item(collector, name, item)
+        self.tensors += collector.tensors
         with self._lock:
-            self._entries = {**self._entries, **found.entries}
+            self._entries = {**self._entries, **collector.entries}
         self.want(0.0)
 
-    def _take_up(self, found: EntryCollector, name: str, item: Any) -> None:
+    def _add_item(self, collector: EntryCollector, name: str, item: Any) -> None:
         torch = self._torch
         if isinstance(item, torch.nn.Module):
             self._add_tree(item)
@@ -192,37 +186,35 @@ class TensorTable:
                     item.register_forward_hook(ModelHook(self._after_forward())),
                 )
                 self._roots[id(item)] = self._forgetting(self._roots, item), handles
-            found.add_modules(list(item.modules()))
+            collector.add_modules(list(item.modules()))
         elif isinstance(item, torch.optim.Optimizer):
-            # whose thread it is shows with its first step
-            self._optimizers[id(item)] = (self._forgetting(self._optimizers, item), _NOBODY)
+            # its thread is known after the first step
+            self._optimizers[id(item)] = (self._forgetting(self._optimizers, item), _NO_THREAD)
         elif name in _CLASSES:
             named, key = self._named, (_CLASSES[name], id(item))
             named[key] = weakref.ref(item, lambda _: named.pop(key, None))
-            found.add_named(item, _CLASSES[name])
+            collector.add_named(item, _CLASSES[name])
         else:
             known = ", ".join(_CLASSES)
             _log.warning("watch(%s=...): no such class; known are %s", name, known)
 
-    # who asks
-
     def want(self, seconds: float) -> None:
-        """A reading is due in so many seconds: make a table shortly before it."""
+        """Make a table shortly before a reading that is due in this many seconds."""
         ahead = max(_AHEAD_SECONDS, _AHEAD_BOUNDARIES * self._between_seconds)
         self._wanted_from = self._monotonic() + seconds - ahead
 
     @contextmanager
     def wanted_now(self) -> Iterator[None]:
-        """Make tables at once for as long as this lasts: a window of events is open."""
+        """Make tables at once within the block, while a window of events is open."""
         before, self._wanted_from = self._wanted_from, float("-inf")
         try:
             yield
         finally:
-            if self._wanted_from == float("-inf"):  # else somebody wants one at another time
+            if self._wanted_from == float("-inf"):  # else `want` was called meanwhile
                 self._wanted_from = before
 
     def class_at(self, address: int) -> TensorClass | None:
-        """What the last table says of the storage at this address, if that still lives."""
+        """The class of the storage at this address in the last table, if it still lives."""
         for entries in (self._entries, self._inputs):
             entry = entries.get(address)
             if entry is not None and not entry[2].expired():
@@ -230,7 +222,7 @@ class TensorTable:
         return None
 
     def snapshot(self) -> TableEntries:
-        """The table as it is, with the inputs seen last; never changed afterwards."""
+        """The current table with the last inputs; never changed afterwards."""
         entries, inputs = self._entries, self._inputs
         new = {
             address: entry
@@ -240,10 +232,10 @@ class TensorTable:
         return {**entries, **new} if new else entries
 
     def moved(self, addresses: Mapping[int, int]) -> None:
-        """Storages have other addresses from now on, or none. The job's threads stand still.
+        """Storages have other addresses from now on, or none. The job's threads are stopped.
 
         Args:
-            addresses: 0 for none, by the `_cdata` of the storage.
+            addresses: the new address by the `_cdata` of the storage; 0 for none.
         """
         with self._lock:
             self._entries = rekeyed(self._entries, addresses)
@@ -253,20 +245,20 @@ class TensorTable:
     def alive(entries: TableEntries, pause: Callable[[], None]) -> dict[int, Any]:
         """The entries whose storages still live: address -> (bytes, class).
 
-        Called after the snapshot: a storage that lives now had its address all the while, but for
-        one that was given no bytes meanwhile (`resize_(0)`, as FSDP of torch 2.3 frees).
+        Called after the snapshot: a storage that lives now had its address all the time, unless it
+        was resized to 0 meanwhile (as FSDP of torch 2.3 does).
 
         Args:
             entries: of `snapshot()`, taken before the allocator's snapshot.
             pause: called every 256 entries.
         """
-        found = {}
+        living = {}
         for count, (address, (size, tensor_class, storage)) in enumerate(entries.items(), 1):
             if not storage.expired():
-                found[address] = (size, tensor_class)
+                living[address] = (size, tensor_class)
             if not count % 256:
                 pause()
-        return found
+        return living
 
     # the job's hooks
 
@@ -275,13 +267,13 @@ class TensorTable:
 
         Args:
             optimizer: the outermost that stepped.
-            in_backward: its step is part of a backward that goes on: nothing is read now, its
-                gradients and state only in `step()`.
+            in_backward: it stepped inside backward: nothing is read now, its gradients and state
+                only in `step()`.
         """
         if not self._active:
             return
         if optimizer is not None:
-            owner = _NOBODY if in_backward else threading.get_ident()
+            owner = _NO_THREAD if in_backward else threading.get_ident()
             known = self._optimizers.get(id(optimizer))
             if known is None:
                 self._wanted_from = float("-inf")  # the first table of this optimizer
@@ -320,7 +312,7 @@ class TensorTable:
                 self._entries = self._read(here=here)
         except Exception:
             self._active = False
-            _log.warning("tensor classes are told by stacks alone from here on", exc_info=True)
+            _log.warning("tensor classes come from stacks only from now on", exc_info=True)
         finally:
             took = self._monotonic() - now + self._inputs_seconds
             self._inputs_seconds = 0.0
@@ -328,8 +320,8 @@ class TensorTable:
             often = (took - searched_seconds) * _COST_FACTOR
             self._allowed_from = now + max(_MIN_SECONDS, often)
             self._lock.release()
-        if self._tell is not None:
-            self._tell(took)
+        if self._on_refreshed is not None:
+            self._on_refreshed(took)
 
     def _before_forward(self) -> Callable[..., None]:
         is_compiling = self._torch.compiler.is_compiling
@@ -358,17 +350,17 @@ class TensorTable:
         now = self._monotonic()
         if not self._active or now < self._wanted_from or now < self._inputs_allowed_from:
             return
-        if self._gate.closed:  # a look at inputs waits for nobody
+        if self._gate.closed:  # noting inputs never waits
             return
         try:
-            found = self._collector()
+            collector = self._collector()
             tensors = tensors_in(arguments, self._torch.Tensor, _MOST_INPUT_PARTS)
             with self._torch._C.DisableTorchFunction():  # noqa: SLF001 - as in `watch`
-                found.add(tensors, TensorClass.INPUT)
-            self._inputs = found.entries
-            self.tensors += found.tensors
+                collector.add(tensors, TensorClass.INPUT)
+            self._inputs = collector.entries
+            self.tensors += collector.tensors
         except Exception:
-            _log.warning("inputs of %s are not told apart", type(module).__name__, exc_info=True)
+            _log.warning("inputs of %s are not recorded", type(module).__name__, exc_info=True)
             self._inputs, self._inputs_allowed_from = {}, float("inf")
             return
         took = self._monotonic() - now
@@ -378,34 +370,32 @@ class TensorTable:
     # the table
 
     def _read(self, *, here: bool) -> TableEntries:
-        """All classes, by address; what comes first stays.
+        """A new table; the first entry of an address wins.
 
         Args:
-            here: also the gradients of optimizers that stepped on other threads: `step()` was
-                called, by which the job says that none of them works now.
+            here: include optimizers that stepped on other threads: with `step()` the job declares
+                that none of these threads works now.
         """
-        found = self._collector()
+        collector = self._collector()
         modules = [m for m in (ref() for ref in list(self._modules.values())) if m is not None]
         for (tensor_class, _), ref in list(self._named.items()):
             if (item := ref()) is not None:
-                found.add_named(item, tensor_class)
+                collector.add_named(item, tensor_class)
         thread = threading.get_ident()
         optimizers = [
             optimizer
             for optimizer, owner in ((ref(), owner) for ref, owner in [*self._optimizers.values()])
             if optimizer is not None and (here or owner == thread)
         ]
-        found.add_optimizers(optimizers, modules)
-        self.tensors = found.tensors
-        return found.entries
+        collector.add_optimizers(optimizers, modules)
+        self.tensors = collector.tensors
+        return collector.entries
 
     def _collector(self) -> EntryCollector:
         return EntryCollector(self._torch, self._entries, host_too=self._host_too)
 
-    # who is there
-
     def _search(self) -> None:
-        """Modules from before, copied or unpickled ones: no hook of torch tells of them."""
+        """Add modules that no hook reports: older, copied or unpickled ones."""
         kinds = Kinds(module=self._torch.nn.Module)
         for module in kinds.collected().get("module", ()):
             self._add_module(module)

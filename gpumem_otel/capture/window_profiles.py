@@ -1,8 +1,8 @@
-"""Profiles of recorded windows: what was allocated in them, and what was alive at their peak.
+"""Makes profiles of recorded windows: allocations, and memory alive at the peak.
 
-A window is recorded for a few whole steps of the job, or for a time where nobody counts steps, and
-never for more events than the allocator's ring is given. Where both kinds are wanted they come out
-of one window. The allocator records one at a time: whoever asks meanwhile waits, see `turns`.
+A window covers a few whole steps of the job, or a fixed time if no steps are counted, and never
+more events than the allocator's ring holds. Both kinds of profile can come from one window.
+Requests for windows are queued (`window_queue.py`).
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     Made = dict[ProfileKind, tuple[HeapProfile, ...]]
 
 WHOLE_STEPS: Final = 2
-"""Steps that a pushed window holds from beginning to end."""
+"""Whole steps in a pushed window."""
 
 
 class WholeSteps:
-    """Ends a window once it holds enough whole steps. Asked by one thread.
+    """Ends a window once it holds enough whole steps. Used by one thread.
 
     Args:
-        stats: asks for the steps so far.
+        stats: returns the steps so far.
         now_ns: wall clock, when the window begins.
         wanted: whole steps.
 
     Attributes:
-        number: whole steps seen.
-        ticking: whether steps came so lately that one is to be expected within the limit.
+        number: whole steps so far.
+        ticking: whether the last step is recent enough to expect one within the limit.
     """
 
     def __init__(
@@ -58,30 +58,30 @@ class WholeSteps:
         limit_seconds: float,
         wanted: int = WHOLE_STEPS,
     ) -> None:
-        found = stats()
-        age_ns = now_ns - found.last_step_time_ns
+        steps = stats()
+        age_ns = now_ns - steps.last_step_time_ns
         self.number = 0
-        self.ticking = found.steps > 0 and age_ns < limit_seconds * 1e9
+        self.ticking = steps.steps > 0 and age_ns < limit_seconds * 1e9
         self._stats = stats
         self._wanted = wanted
-        self._seen = found.steps
+        self._seen = steps.steps
         self._first: tuple[int, int] | None = None
         self._last_ns = 0
 
     def enough(self) -> bool:
-        """Look at the count; boundaries lie where the job's thread noted them, not here."""
-        found = self._stats()
-        if found.steps == self._seen:
+        """Check the count; the boundary times are those noted by the job's thread."""
+        now = self._stats()
+        if now.steps == self._seen:
             return False
-        self._seen, self._last_ns = found.steps, found.last_step_time_ns
+        self._seen, self._last_ns = now.steps, now.last_step_time_ns
         if self._first is None:
-            self._first = found.steps, found.last_step_time_ns
-        self.number = found.steps - self._first[0]
+            self._first = now.steps, now.last_step_time_ns
+        self.number = now.steps - self._first[0]
         return self.number >= self._wanted
 
     @property
     def between_us(self) -> tuple[int, int] | None:
-        """From the first boundary to the last one; None without a whole step."""
+        """Times of the first and last boundary; None without a whole step."""
         if self._first is None or not self.number:
             return None
         return self._first[1] // 1000, self._last_ns // 1000
@@ -89,7 +89,7 @@ class WholeSteps:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """A recorded window and what is known of it."""
+    """A recorded window."""
 
     reading: Reading
     started_ns: int
@@ -98,32 +98,29 @@ class _Window:
 
     def sentence(self, device: int) -> str:
         events = len(self.reading.snapshot.raw_events(device))
-        told = f"recorded in a window of {self.seconds:.3f} s with {events} events"
+        text = f"recorded in a window of {self.seconds:.3f} s with {events} events"
         if self.steps is None:
-            return told
+            return text
         number = self.steps.number
         if not number:
-            return f"{told}, no whole step"
-        return f"{told}, {number} whole step{'s' if number > 1 else ''}"
+            return f"{text}, no whole step"
+        return f"{text}, {number} whole step{'s' if number > 1 else ''}"
 
 
 class WindowReader:
-    """Profiles out of windows of events, from any thread.
+    """Makes profiles from event windows, from any thread.
 
     Args:
         source: a live process or a recording.
-        namer: names Python frames.
-        clock: time.
-        costs: takes the stall, and runs and seconds of the stage `window`. Waiting for a window
-            to end is not in its seconds, and taps are in no stage of ours.
-        config: budgets.
-        pacer: gives up the interpreter lock between slices of our own work.
+        costs: takes the stall, and runs and seconds of the stage `window`, without the wait for the
+            window's end and without taps.
+        pacer: releases the interpreter lock between slices of our own work.
         lock: held while profiles are made, never while a window is open.
 
     Attributes:
-        tap: called with each recorded window and its seconds, outside of any lock.
-        steps: asks for the steps so far, of who counts them.
-        turns: who may open a window.
+        tap: called with each recorded window and its seconds, without holding a lock.
+        steps: returns the steps so far.
+        turns: the queue for windows.
     """
 
     def __init__(
@@ -154,17 +151,17 @@ class WindowReader:
     # pulled
 
     def allocated(self, seconds: float, stop: threading.Event) -> tuple[HeapProfile, ...]:
-        """See `ProfileReader`: what is allocated in the next so many seconds, and only that."""
+        """See `ProfileReader`: allocations of the next `seconds`, and only those."""
         window = self._pull(seconds, stop)
         with self._lock:
             return self._make(window, {ProfileKind.ALLOCATED})[ProfileKind.ALLOCATED]
 
     def peak(self, seconds: float, stop: threading.Event) -> tuple[HeapProfile, ...]:
-        """What is alive at the highest moment of the next so many seconds.
+        """Memory alive at the peak of the next `seconds`.
 
         Raises:
-            BusyError: windows of others are open for longer than this waits.
-            CaptureError: events can not be recorded here.
+            BusyError: other windows take longer than this waits.
+            CaptureError: events cannot be recorded here.
         """
         window = self._pull(seconds, stop, frees=True)
         with self._lock:
@@ -180,26 +177,26 @@ class WindowReader:
     def pushed(
         self, kinds: Collection[ProfileKind], limit_seconds: float, stop: threading.Event
     ) -> Made:
-        """Profiles of these kinds out of one window, since the last call of this.
+        """Profiles of these kinds from one window, covering the time since the last call.
 
         `allocated` is a true delta: its totals are the allocator's counters over the whole time,
-        its stacks those of the window. The first call counts from its own beginning. `peak` is the
-        window's; what the allocator's own peak has risen above it since the last call is
+        its stacks those of the window. The first call counts from its own start. `peak` is the
+        window's; if the allocator's own peak since the last call is higher, the difference is
         `[peak not recorded]`.
 
         Args:
             kinds: of `allocated` and `peak`.
-            limit_seconds: the longest a window may take, the wait for another one included;
-                without steps it takes `allocated_window_seconds`.
+            limit_seconds: limit for the window and the wait for it; without steps the window takes
+                `allocated_window_seconds`.
             stop: ends it early.
 
         Raises:
-            BusyError: the job records memory history itself, or the source has no such events, or
-                a window that somebody asked for takes too long.
+            BusyError: the job records memory history itself, the source has no events, or a
+                requested window takes too long.
             CaptureError: events could not be recorded.
         """
         end = self._clock.monotonic() + limit_seconds
-        # what is left is enough for the window itself
+        # leaves enough time for the window itself
         spare_seconds = limit_seconds - min(
             self._config.allocated_window_seconds, limit_seconds / 2
         )
@@ -217,8 +214,6 @@ class WindowReader:
         with self._lock:
             return self._make(window, kinds, pushed=True)
 
-    # a window
-
     def _record(
         self,
         seconds: float,
@@ -229,7 +224,7 @@ class WindowReader:
     ) -> _Window:
         if not callable(getattr(self._source, "window", None)):
             raise BusyError("window: this source records no events; ask for live profiles")
-        # outside of the lock: a window may be long, and live profiles go on meanwhile
+        # without the lock: a window may be long, and live profiles must continue
         started_ns, started = self._clock.time_ns(), self._clock.monotonic()
         reading = cast("WindowSource", self._source).window(
             seconds, stop, frees=frees, enough=None if steps is None else steps.enough
@@ -244,7 +239,7 @@ class WindowReader:
     def _make(
         self, window: _Window, kinds: Collection[ProfileKind], *, pushed: bool = False
     ) -> Made:
-        """The profiles of a window, one after the other in slices."""
+        """The profiles of a window, made in slices."""
         reading, started = window.reading, self._clock.monotonic()
         before = {stats.device: stats for stats in reading.before}
         started_ns = window.started_ns
@@ -269,7 +264,7 @@ class WindowReader:
             self._counted_until = {stats.device: stats for stats in reading.after}
             self._counted_until_ns = reading.time_ns
         self._costs.stalled(reading.stall_seconds + sliced_seconds)
-        # what the source did was stall but for the wait, which is nobody's work
+        # the stall of the source is work; its wait is not
         self._costs.count("window", reading.stall_seconds + self._clock.monotonic() - started)
         return {kind: tuple(profiles) for kind, profiles in made.items()}
 
@@ -292,10 +287,10 @@ class WindowReader:
             between_us=None if window.steps is None else window.steps.between_us,
             labels_of=self._labels_of(reading, device, pause),
         )
-        told = [window.sentence(device)]
+        comments = [window.sentence(device)]
         if first is None or last is None:
-            told.append("no counters for this device: recorded events only")
-        return with_comments(profile, told)
+            comments.append("no counters for this device: recorded events only")
+        return with_comments(profile, comments)
 
     def _labels_of(
         self, reading: Reading, device: int, pause: Pause
@@ -312,7 +307,7 @@ class WindowReader:
     def _peak(self, window: _Window, device: int, *, pushed: bool) -> HeapProfile:
         reading = window.reading
         now = _stats_of(reading.after, device)
-        # a window that was pulled says nothing of the time before it
+        # a pulled window does not cover the time before it
         before_bytes = now.requested_peak_bytes if now is not None else 0
         if pushed and now is not None:
             before_bytes, self._peaks[device] = self._peaks.get(device, 0), before_bytes

@@ -1,10 +1,8 @@
-"""Windows of events one after the other: the allocator records one at a time.
+"""Queues requests for event windows, since the allocator records one window at a time.
 
-Who wants a window stands in line for it, for a bounded time. Our own windows, which are due at a
-moment, go before requests, which come at any: they wait for the one that is open alone, and there
-is one in an interval, so that requests get theirs too.
-
-The lock is held for a look at the line and never while anybody waits.
+Waits are bounded. Our own windows, which are due at a fixed time, go before requests: they wait
+only for the open window, and there is one per interval, so that requests get their turn too. The
+lock is never held while a thread waits.
 """
 
 from __future__ import annotations
@@ -23,11 +21,11 @@ if TYPE_CHECKING:
     from gpumem_otel.base.protocols import Clock, Waitable
 
 PULL_WAIT_SECONDS: Final = 35.0
-"""How long a request waits for its window to begin: for one of 30 s and the reading of it, and for
-any of ours at the default interval, of which a window takes 27 s at most."""
+"""How long a request waits for its window to begin: long enough for another window of 30 s and its
+reading, and for any of ours at the default interval, which takes 27 s at most."""
 
 _TICK_SECONDS: Final = 0.05
-"""So often somebody who waits looks at the line; the end of the wait is heard at once."""
+"""Interval at which a waiting thread checks the queue."""
 
 ANOTHER_IS_OPEN: Final = "window: another one is open; try again when it is over"
 """Refusals are counted by their text."""
@@ -35,11 +33,11 @@ ANOTHER_IS_OPEN: Final = "window: another one is open; try again when it is over
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Somebody in line.
+    """A place in the queue.
 
     Attributes:
-        seconds: the longest the window takes.
-        own: of ours: it ends when it has seen enough, mostly long before.
+        seconds: the longest duration of the window.
+        own: one of our own windows, which mostly ends long before.
         end: by the clock, once it is open.
     """
 
@@ -49,11 +47,7 @@ class _Place:
 
 
 class WindowQueue:
-    """The line; from any thread.
-
-    Args:
-        clock: time.
-    """
+    """The queue; from any thread."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -63,25 +57,24 @@ class WindowQueue:
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     @contextmanager
     def turn(
         self, seconds: float, stop: Waitable, *, wait_seconds: float, own: bool = False
     ) -> Iterator[None]:
-        """Wait for those before, and have no other window open meanwhile.
+        """Wait for the turn; no other window is open within the block.
 
         Args:
-            seconds: the longest the window takes.
+            seconds: the longest duration of the window.
             stop: ends the wait at once.
-            wait_seconds: the longest wait. A request does not begin one where those before asked
-                for longer; ours does, since a window also ends when its client goes away or the
-                job has made many events.
+            wait_seconds: the longest wait. A request is refused at once if the requests before it
+                asked for longer; our own windows wait nevertheless, since windows may end early.
             own: go before requests.
 
         Raises:
-            BusyError: the turn did not come; says to a request when it may.
+            BusyError: the turn did not come; tells a request when to retry.
         """
         place = _Place(seconds, own)
         try:
@@ -93,7 +86,7 @@ class WindowQueue:
             with self._lock:
                 if self._open is place:
                     self._open = None
-                elif place in self._waiting:  # else interrupted before it was
+                elif place in self._waiting:  # else interrupted before it was added
                     self._waiting.remove(place)
 
     def _rank(self, own: bool) -> int:
@@ -108,7 +101,7 @@ class WindowQueue:
             if now >= until or (now + sure > until and not place.own):
                 raise _refusal(place, longest)
             if self._clock.wait(stop, min(until - now, _TICK_SECONDS)):
-                raise BusyError("window: the wait for it was ended")
+                raise BusyError("window: the wait was ended")
 
     def _begun(self, place: _Place) -> bool:
         with self._lock:
@@ -120,7 +113,7 @@ class WindowQueue:
             return True
 
     def _ahead(self, place: _Place, now: float) -> tuple[float, float]:
-        """Seconds until those before have ended: what requests asked for, and all of it."""
+        """Seconds until the windows before have ended: those of requests, and of all."""
         with self._lock:
             before = self._waiting[: self._waiting.index(place)]
             left = [(other.own, other.seconds) for other in before]

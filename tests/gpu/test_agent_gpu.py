@@ -59,7 +59,7 @@ def tell(**facts):
 
 @pytest.fixture
 def run(devices, tmp_path):
-    """Run a job; what it told."""
+    """Run a job; what it reported."""
 
     def call(script, *, command=(sys.executable,), **environ):
         path = tmp_path / "job.py"
@@ -80,15 +80,15 @@ def run(devices, tmp_path):
         except subprocess.TimeoutExpired as late:
             pytest.fail(f"{late}\n{late.stdout!r}\n{late.stderr!r}", pytrace=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        return (told[0] if len(told) == 1 else told), done.stderr
+        reported = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return (reported[0] if len(reported) == 1 else reported), done.stderr
 
     return call
 
 
 def test_every_push_that_was_not_raced_is_the_allocators_own_number(run, record_property):
     with FakePyroscope() as server:
-        told, _ = run(
+        reported, _ = run(
             """
             gpumem_otel.install()
             import torch
@@ -108,13 +108,13 @@ def test_every_push_that_was_not_raced_is_the_allocators_own_number(run, record_
             GPUMEM_OTEL_MAX_STALL_RATIO="1",
             GPUMEM_OTEL_JOB_PUSH_BYTES_PER_SECOND="1e9",
         )
-        assert told["breached"] == 0
-        assert told["errors"] == {}
-        assert told["reads"] >= 10
-        assert told["steps"] > 10
-        assert total(server.url, "gpu-test", SNAPSHOTS) >= told["reads"] - 2
-        record_property("reads", told["reads"])
-        record_property("raced", told["raced"])
+        assert reported["breached"] == 0
+        assert reported["errors"] == {}
+        assert reported["reads"] >= 10
+        assert reported["steps"] > 10
+        assert total(server.url, "gpu-test", SNAPSHOTS) >= reported["reads"] - 2
+        record_property("reads", reported["reads"])
+        record_property("raced", reported["raced"])
 
 
 def test_the_job_computes_the_same_with_and_without(run):
@@ -135,7 +135,7 @@ def test_the_job_computes_the_same_with_and_without(run):
 
 
 def test_graphs_streams_and_out_of_memory_beside_the_agent(run):
-    told, _ = run(
+    reported, _ = run(
         """
         gpumem_otel.install(serve=True)
         import torch
@@ -186,15 +186,15 @@ def test_graphs_streams_and_out_of_memory_beside_the_agent(run):
         GPUMEM_OTEL_INTERVAL="0.1",
         GPUMEM_OTEL_MAX_STALL_RATIO="1",
     )
-    assert told["replayed"] == 30
-    assert told["ooms"] == told["counted"] == 5
-    assert told["breached"] == 0
-    assert told["scrapes"] > 0
+    assert reported["replayed"] == 30
+    assert reported["ooms"] == reported["counted"] == 5
+    assert reported["breached"] == 0
+    assert reported["scrapes"] > 0
 
 
 def test_a_forked_worker_that_owns_the_gpu_is_seen_and_its_parent_is_not(run):
     with FakePyroscope() as server:
-        told, _ = run(
+        reported, _ = run(
             """
             gpumem_otel.install(serve=True)
             import torch
@@ -219,10 +219,10 @@ def test_a_forked_worker_that_owns_the_gpu_is_seen_and_its_parent_is_not(run):
             """,
             PYROSCOPE_SERVER_ADDRESS=server.url,
         )
-        assert told["child"] == {"pid": True, "metrics": True}
-        assert told["parent_silent"]
-        assert told["parent_threads"] == 1
-        assert not told["listening"]
+        assert reported["child"] == {"pid": True, "metrics": True}
+        assert reported["parent_silent"]
+        assert reported["parent_threads"] == 1
+        assert not reported["listening"]
         assert total(server.url, "gpu-test") > 0
 
 
@@ -246,7 +246,7 @@ def test_compile_makes_the_same_graphs_breaks_and_recompiles(run):
 
 
 def test_allocated_profile_of_a_running_job(run):
-    told, _ = run(
+    reported, _ = run(
         """
         gpumem_otel.install(serve=True)
         import torch
@@ -271,11 +271,11 @@ def test_allocated_profile_of_a_running_job(run):
              names=sorted(names)[:400], live=live.total("inuse_space"))
         """
     )
-    assert 0 < told["total"] <= told["most"]
-    assert told["duration_ns"] >= 1_900_000_000
-    assert "__main__.train" in told["names"]
-    assert "torch.nn.modules.linear.Linear.forward" in told["names"]
-    assert told["live"] > 0
+    assert 0 < reported["total"] <= reported["most"]
+    assert reported["duration_ns"] >= 1_900_000_000
+    assert "__main__.train" in reported["names"]
+    assert "torch.nn.modules.linear.Linear.forward" in reported["names"]
+    assert reported["live"] > 0
 
 
 def test_without_a_change_to_the_code(run, tmp_path):
@@ -300,7 +300,7 @@ def test_two_ranks_on_two_gpus(run, devices):
     if devices < 2:
         pytest.skip("needs two CUDA devices")
     with FakePyroscope() as server:
-        told, _ = run(
+        reported, _ = run(
             """
             import torch, torch.distributed as dist
             gpumem_otel.install(serve=True)
@@ -341,9 +341,9 @@ def test_two_ranks_on_two_gpus(run, devices):
             GPUMEM_OTEL_INTERVAL="2",
             GPUMEM_OTEL_MAX_STALL_RATIO="1",
         )  # fmt: skip
-        assert len(told) == 4
+        assert len(reported) == 4
         for turn in (0, 1):
-            ranks = sorted((t for t in told if t["restart"] == turn), key=lambda t: t["rank"])
+            ranks = sorted((t for t in reported if t["restart"] == turn), key=lambda t: t["rank"])
             assert [t["rank"] for t in ranks] == [0, 1]
             assert [t["port"] for t in ranks] == [19464, 19465]
             assert [t["used"] for t in ranks] == [[0], [1]]

@@ -101,7 +101,7 @@ def start(devices, tmp_path):
 
 @pytest.fixture
 def run(start):
-    """Run a job to its end; what it told."""
+    """Run a job to its end; what it reported."""
 
     def call(script, timeout=170, **environ):
         job = start(script, **environ)
@@ -127,7 +127,7 @@ def used():
 
 
 def is_persistent():
-    """Whether the driver keeps devices ready that nobody has open."""
+    """Whether the driver keeps devices initialized that no process has open."""
     ask = ["nvidia-smi", "--format=csv,noheader", "--query-gpu=persistence_mode"]
     done = subprocess.run(ask, capture_output=True, text=True)
     return set(done.stdout.split()) == {"Enabled"}
@@ -150,7 +150,7 @@ def is_alive(pid):
 
 
 def test_everything_goes_and_comes_back_bit_for_bit(run):
-    told = run("""
+    reported = run("""
         base = smi()
         x = torch.randn(64 << 20, device="cuda")
         other = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
@@ -175,7 +175,7 @@ def test_everything_goes_and_comes_back_bit_for_bit(run):
         went = driver.lock_and_checkpoint(20.0, None)
         end = time.monotonic() + 10
         gone = smi()
-        while gone[0] > base[0] and time.monotonic() < end:  # the keeper lets go of the driver
+        while gone[0] > base[0] and time.monotonic() < end:  # the helper lets go of the driver
             gone = smi()
         again = driver.lock_and_checkpoint(20.0, None)
         state = driver.state
@@ -197,25 +197,25 @@ def test_everything_goes_and_comes_back_bit_for_bit(run):
              seconds=[went.seconds, back.seconds], again=[again.seconds, again_back.seconds],
              size_mib=went.size_bytes >> 20)
     """)
-    assert told["refusal"] == ""
-    assert told["before"][0] > told["base"][0] + 1200
-    assert told["gone"][0] <= told["base"][0] + (0 if is_persistent() else NOISE_MIB)
-    assert told["gone"][1] == told["base"][1], "the driver still knows the process"
-    assert (told["state"], told["ended"]) == ("checkpointed", "running")
-    assert told["equal"] == [True] * 4
-    assert told["replayed"]
-    assert told["close"]
-    assert told["same"]
-    assert told["again"] == [0.0, 0.0]
-    assert abs(told["after"][0] - told["before"][0]) < 64
+    assert reported["refusal"] == ""
+    assert reported["before"][0] > reported["base"][0] + 1200
+    assert reported["gone"][0] <= reported["base"][0] + (0 if is_persistent() else NOISE_MIB)
+    assert reported["gone"][1] == reported["base"][1], "the driver still knows the process"
+    assert (reported["state"], reported["ended"]) == ("checkpointed", "running")
+    assert reported["equal"] == [True] * 4
+    assert reported["replayed"]
+    assert reported["close"]
+    assert reported["same"]
+    assert reported["again"] == [0.0, 0.0]
+    assert abs(reported["after"][0] - reported["before"][0]) < 64
     if importlib.util.find_spec("pynvml"):
-        given = told["before"][0] - told["base"][0]
-        assert abs(told["size_mib"] - given) < 64
+        given = reported["before"][0] - reported["base"][0]
+        assert abs(reported["size_mib"] - given) < 64
 
 
 def test_python_goes_on_and_scrapes_are_answered_while_the_driver_holds_us(run):
     """Without the gate one scrape stops all Python until the lock is gone."""
-    told = run(
+    reported = run(
         """
         import urllib.request
         import gpumem_otel
@@ -268,22 +268,22 @@ def test_python_goes_on_and_scrapes_are_answered_while_the_driver_holds_us(run):
         """,
         GPUMEM_OTEL_PORT="0",
     )
-    assert max(told["held"]) < 0.5, told
-    for closed, stood, profile in told["counts"]:
+    assert max(reported["held"]) < 0.5, reported
+    for closed, stood, profile in reported["counts"]:
         assert closed
         assert stood <= 1  # it was between two calls of CUDA
         assert profile
-    for number, slowest, full in told["asked"]:
+    for number, slowest, full in reported["asked"]:
         assert number >= 15
         assert slowest < 0.5
         assert full
-    assert told["went_on"] > 0
-    assert told["errors"] == 0
+    assert reported["went_on"] > 0
+    assert reported["errors"] == 0
 
 
 def test_a_lease_ends_while_a_thread_of_the_job_stops_all_python(run):
-    """The job asks for counters itself: no Python runs, and the keeper needs none."""
-    told = run("""
+    """The job asks for counters itself: no Python runs, and the helper needs none."""
+    reported = run("""
         torch.zeros(1, device="cuda")
         beats, job = Beats(), Allocating()
         driver = DriverCheckpoint()
@@ -303,15 +303,15 @@ def test_a_lease_ends_while_a_thread_of_the_job_stops_all_python(run):
         tell(took=took, stood=stood, back=back.is_set(), state=driver.state,
              ended=not job.thread.is_alive())
     """)
-    assert told["back"]
-    assert told["state"] == "running"
-    assert told["ended"]
-    assert told["took"] < 30
+    assert reported["back"]
+    assert reported["state"] == "running"
+    assert reported["ended"]
+    assert reported["took"] < 30
 
 
 @pytest.mark.parametrize("lease", [3.0, None])
-def test_a_keeper_that_is_killed_is_replaced(run, lease):
-    told = run(f"""
+def test_a_helper_that_is_killed_is_replaced(run, lease):
+    reported = run(f"""
         lease = {lease!r}
         x = torch.arange(16 << 20, device="cuda")
         total = int(x.sum())
@@ -319,7 +319,7 @@ def test_a_keeper_that_is_killed_is_replaced(run, lease):
         back = threading.Event()
         driver.on_restored = lambda phase: back.set()
         driver.lock_and_checkpoint(20.0, lease)
-        first = driver.keeper_pid
+        first = driver.helper_pid
         os.kill(first, signal.SIGKILL)
         if lease is None:
             driver.restore(30.0)
@@ -327,47 +327,47 @@ def test_a_keeper_that_is_killed_is_replaced(run, lease):
             assert back.wait(30)
         tell(state=driver.state, equal=int(x.sum()) == total)
     """)
-    assert told == {"state": "running", "equal": True}
+    assert reported == {"state": "running", "equal": True}
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "exit"])
-def test_a_parent_that_ends_leaves_no_keeper_and_no_memory(start, how):
+def test_a_parent_that_ends_leaves_no_helper_and_no_memory(start, how):
     base = used()
     job = start(f"""
         x = torch.zeros(1 << 30, dtype=torch.uint8, device="cuda")
         driver = DriverCheckpoint()
         driver.lock_and_checkpoint(20.0, None)
-        tell(keeper=driver.keeper_pid)
+        tell(helper=driver.helper_pid)
         if {how!r} == "exit":
             os._exit(0)
         time.sleep(300)
     """)
-    keeper = json.loads(job.stdout.readline())["keeper"]
-    assert is_alive(keeper) or how == "exit"
+    helper = json.loads(job.stdout.readline())["helper"]
+    assert is_alive(helper) or how == "exit"
     if how != "exit":
         job.send_signal(getattr(signal, how))
     job.wait(30)
-    assert until(lambda: not is_alive(keeper)), "the keeper is still there"
+    assert until(lambda: not is_alive(helper)), "the helper is still there"
     assert until(lambda: used()[0] <= base[0] + NOISE_MIB)
     assert used()[1] == base[1]
 
 
-def test_sigterm_to_the_keeper_brings_the_job_back(run):
-    told = run("""
+def test_sigterm_to_the_helper_brings_the_job_back(run):
+    reported = run("""
         x = torch.arange(1 << 20, device="cuda")
         driver = DriverCheckpoint()
         back = threading.Event()
         driver.on_restored = lambda phase: back.set()
         driver.lock_and_checkpoint(20.0, None)
-        os.kill(driver.keeper_pid, signal.SIGTERM)
+        os.kill(driver.helper_pid, signal.SIGTERM)
         tell(back=back.wait(30), state=driver.state, last=int(x[-1]))
     """)
-    assert told == {"back": True, "state": "running", "last": (1 << 20) - 1}
+    assert reported == {"back": True, "state": "running", "last": (1 << 20) - 1}
 
 
 @pytest.mark.skipif(not importlib.util.find_spec("pynvml"), reason="NVML's package is not there")
 def test_a_device_that_is_taken_is_waited_for(run):
-    told = run("""
+    reported = run("""
         guest = "; ".join([
             "import sys, torch",
             "free, _ = torch.cuda.mem_get_info()",
@@ -399,9 +399,9 @@ def test_a_device_that_is_taken_is_waited_for(run):
         tell(said=said, state=state, waits=waits, back=back.wait(30), ended=driver.state,
              equal=int(x[-1]) == last)
     """)
-    assert told["said"].startswith("YieldRefusedError: restore: ")
-    assert "MiB more must become free" in told["said"]
-    assert told["state"] == "checkpointed"
-    assert "MiB more must become free" in told["waits"][0]
-    assert told["back"]
-    assert (told["ended"], told["equal"]) == ("running", True)
+    assert reported["said"].startswith("YieldRefusedError: restore: ")
+    assert "MiB more must become free" in reported["said"]
+    assert reported["state"] == "checkpointed"
+    assert "MiB more must become free" in reported["waits"][0]
+    assert reported["back"]
+    assert (reported["ended"], reported["equal"]) == ("running", True)

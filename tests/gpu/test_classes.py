@@ -26,8 +26,8 @@ def job(name: str, tmp_path: Path) -> dict:
 
 
 def check(row: dict) -> None:
-    told = {name: row["classes"].get(name, 0) for name in row["counted"]}
-    assert told == row["counted"]
+    reported = {name: row["classes"].get(name, 0) for name in row["counted"]}
+    assert reported == row["counted"]
     forward = row["forward"]
     assert forward["saved"] <= forward["activation"] <= forward["saved"] * 1.01
     assert row["unattributed_ratio"] < 0.02, forward["stacks"]
@@ -115,14 +115,14 @@ def test_gauge_and_flame_graph_show_the_same_number():
             optimizer.step()
         agent = lifecycle.current()
         (profile,) = agent.reader.live_now()
-        told = {found.value: size for found, size in classes_of(profile).items()}
+        reported = {found.value: size for found, size in classes_of(profile).items()}
         gauge = {
             attributes["tensor_class"]: value
             for metric, attributes, value in rows(agent.observe(), Level.FULL)
             if metric.prometheus == "gpumem_class_bytes"
         }
-        assert {name: size for name, size in gauge.items() if size} == told, (gauge, told)
-        assert sum(told.values()) == torch.cuda.memory_allocated()
+        assert {name: size for name, size in gauge.items() if size} == reported, (gauge, reported)
+        assert sum(reported.values()) == torch.cuda.memory_allocated()
         print("ok")
     """)
 

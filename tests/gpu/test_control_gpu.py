@@ -53,8 +53,8 @@ def end(jobs, started):
     """End the job; it trained on as if nothing had been."""
     started.stdin.write("\n")
     started.stdin.flush()
-    told = jobs.end(started)
-    assert told == {"as_never": True, "state": "running"}
+    reported = jobs.end(started)
+    assert reported == {"as_never": True, "state": "running"}
 
 
 def ended(path, answer):

@@ -72,7 +72,7 @@ def test_after_an_out_of_memory_the_traceback_gives_its_bytes_back(run, tmp_path
             try:
                 fail()
             except torch.cuda.OutOfMemoryError as error:
-                # what an interactive interpreter keeps of an error that nobody caught
+                # what an interactive interpreter keeps of an uncaught error
                 sys.last_value, sys.last_traceback = error, error.__traceback__
         cell()
         (holder,) = gpumem_otel.holders(seen[0]()).held_by

@@ -45,10 +45,10 @@ PREAMBLE = """
     folder = tempfile.mkdtemp()
     def make(room=None, **pool):
         devices = CudaDevices(torch)
-        ledger = HostReservations(folder + "/ledger", room or read_room)
-        gpus = DeviceReservations(folder + "/ledger")
+        reservations = HostReservations(folder + "/reservations", room or read_room)
+        gpus = DeviceReservations(folder + "/reservations")
         return Offload(
-            devices, HostPool(devices, **pool), ledger, gpus, moves=source.restored)
+            devices, HostPool(devices, **pool), reservations, gpus, moves=source.restored)
     def look(**more):
         return CandidateFinder(source, os.environ).find(**{"assume_private": False, **more})
     def nothing(done, total): pass
@@ -296,7 +296,7 @@ def test_a_device_that_is_taken_at_restore_is_waited_for_then_refused(run, tmp_p
         try:
             back(offload, wait=0.5)
         except YieldRefusedError as refused:
-            assert "no room" in str(refused), refused
+            assert "no memory" in str(refused), refused
         else:
             raise AssertionError("there was no room")
         assert torch.cuda.memory_reserved() == 0

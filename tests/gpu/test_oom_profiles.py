@@ -81,8 +81,8 @@ def test_the_profile_arrives_and_the_end_is_the_jobs_own(run, tmp_path, job):
     with FakePyroscope() as server:
         done = run(JOBS[job], PYROSCOPE_SERVER_ADDRESS=server.url)
         stored = total(server.url, "oom", OOM)
-        told = lines(done)[-1]
-        of_it = total(server.url, "oom", OOM, selector=f',oom_id="{told["oom_id"]}"')
+        reported = lines(done)[-1]
+        of_it = total(server.url, "oom", OOM, selector=f',oom_id="{reported["oom_id"]}"')
     assert done.returncode == plain.returncode, done.stderr
     if done.returncode == 1:
         assert last_error(done) == last_error(plain)
@@ -90,22 +90,24 @@ def test_the_profile_arrives_and_the_end_is_the_jobs_own(run, tmp_path, job):
         assert [re.sub(r"line \d+", "", one) for one in frames(done)] == [
             re.sub(r"line \d+", "", one) for one in frames(plain)
         ]
-    assert of_it == told["allocated_bytes"]
+    assert of_it == reported["allocated_bytes"]
     assert stored == sum(one["allocated_bytes"] for one in lines(done))
-    assert sum(told["classes"].values()) == told["allocated_bytes"]
-    assert told["classes"]["parameter"] >= 2 * 1024 * 4096 * 4
-    assert told["allocated_bytes"] + told["cached_bytes"] <= told["limit_bytes"] + (2 << 20)
+    assert sum(reported["classes"].values()) == reported["allocated_bytes"]
+    assert reported["classes"]["parameter"] >= 2 * 1024 * 4096 * 4
+    assert reported["allocated_bytes"] + reported["cached_bytes"] <= reported["limit_bytes"] + (
+        2 << 20
+    )
     assert spooled(tmp_path) == []
 
 
 def test_the_largest_holder_is_who_ate_the_memory(run):
     with FakePyroscope() as server:
         done = run(FORWARD, PYROSCOPE_SERVER_ADDRESS=server.url)
-    (told,) = lines(done)
-    assert told["asked_bytes"] == 256 << 20
-    assert any("eat" in frame for frame in told["top"][0]["stack"])
-    assert told["top"][0]["bytes"] == told["top"][0]["objects"] * (256 << 20)
-    assert told["top"][0]["bytes"] > told["allocated_bytes"] / 2
+    (reported,) = lines(done)
+    assert reported["asked_bytes"] == 256 << 20
+    assert any("eat" in frame for frame in reported["top"][0]["stack"])
+    assert reported["top"][0]["bytes"] == reported["top"][0]["objects"] * (256 << 20)
+    assert reported["top"][0]["bytes"] > reported["allocated_bytes"] / 2
     assert "out of memory on device 0 of rank 0: asked for 256.0 MiB" in done.stderr
 
 
@@ -123,8 +125,8 @@ def test_while_pyroscope_hangs_the_end_is_bounded_and_the_profile_waits(run, tmp
         server.fault = ""
         server.down()
         server.up()
-        told = lines(done)[-1]
-        assert decode(path.read_bytes()).total("inuse_space") == told["allocated_bytes"]
+        reported = lines(done)[-1]
+        assert decode(path.read_bytes()).total("inuse_space") == reported["allocated_bytes"]
         sent = subprocess.run(
             [
                 sys.executable, "-c",
@@ -136,8 +138,8 @@ def test_while_pyroscope_hangs_the_end_is_bounded_and_the_profile_waits(run, tmp
                  "GPUMEM_OTEL_RUN_DIR": str(tmp_path / "run")},
         )  # fmt: skip
         assert sent.returncode == 0, sent.stderr
-        selector = f',oom_id="{told["oom_id"]}"'
-        assert total(server.url, "oom", OOM, selector=selector) == told["allocated_bytes"]
+        selector = f',oom_id="{reported["oom_id"]}"'
+        assert total(server.url, "oom", OOM, selector=selector) == reported["allocated_bytes"]
     assert spooled(tmp_path) == []
 
 
@@ -200,10 +202,10 @@ def test_in_one_of_two_ranks(run, devices):
             NCCL_SOCKET_IFNAME="lo",
         )
         assert done.returncode == 1
-        (told,) = lines(done)
-        assert (told["rank"], told["device"]) == (1, 1)
-        selector = f',rank="1",device="1",oom_id="{told["oom_id"]}"'
-        assert total(server.url, "oom", OOM, selector=selector) == told["allocated_bytes"]
+        (reported,) = lines(done)
+        assert (reported["rank"], reported["device"]) == (1, 1)
+        selector = f',rank="1",device="1",oom_id="{reported["oom_id"]}"'
+        assert total(server.url, "oom", OOM, selector=selector) == reported["allocated_bytes"]
         assert total(server.url, "oom", OOM, selector=',rank="0"') == 0
 
 

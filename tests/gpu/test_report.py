@@ -1,4 +1,4 @@
-"""The tensor report on a GPU: exact bytes, closed books, names for what Python does not hold."""
+"""The tensor report on a GPU: exact bytes, closed accounting, names of other memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import gc, torch, gpumem_otel
 MIB = 1 << 20
 
 def checked(*args, **options):
-    "A report of device 0 whose books are closed."
+    "A report of device 0 whose totals add up."
     report = gpumem_otel.report(*args, **options)
     device = next(one for one in report.devices if one.device == "cuda:0")
     held = torch.cuda.memory_allocated(0)

@@ -99,7 +99,7 @@ def on_device(pid):
 @pytest.mark.parametrize("how", ["call", "command"])
 def test_host_memory_is_short(jobs, how):
     """Another yield of this machine holds what there is: nothing is moved, and later it goes."""
-    told = jobs.run(f"""
+    reported = jobs.run(f"""
         how = {how!r}
         job = Training(extra=512 << 20)
         job.steps(2)
@@ -120,18 +120,19 @@ def test_host_memory_is_short(jobs, how):
         tell(said=said, kept=kept, states=[first, second, state()], host=report.host_bytes,
              as_never=job.as_never())
     """)
-    assert "host memory: 5" in told["said"]
+    assert "host memory: 5" in reported["said"]
     assert (
-        "MiB are needed and 0 B can be taken (the machine, other yields: 1.0 PiB)" in told["said"]
+        "MiB are needed and 0 B can be taken (the machine, other yields: 1.0 PiB)"
+        in reported["said"]
     )
-    assert told["kept"]
-    assert told["states"] == ["running", "yielded", "running"]
-    assert told["host"] >= 512 * MIB
-    assert told["as_never"]
+    assert reported["kept"]
+    assert reported["states"] == ["running", "yielded", "running"]
+    assert reported["host"] >= 512 * MIB
+    assert reported["as_never"]
 
 
 def test_the_device_is_taken_when_the_memory_is_to_come_back(jobs, alone):
-    told = jobs.run(
+    reported = jobs.run(
         LARGE
         + """
 guest = Guest(20 * GIB)
@@ -148,18 +149,18 @@ del large
 tell(said=said, first=first, again=again, state=state(), zero=zero, as_never=job.as_never())
 """
     )
-    assert "missing" in told["said"]
-    assert told["first"] == ["yielded", True]
-    assert told["again"][0] == "refused"
-    assert "missing" in told["again"][1]
-    assert told["state"] == "running"
-    assert told["zero"]
-    assert told["as_never"]
+    assert "missing" in reported["said"]
+    assert reported["first"] == ["yielded", True]
+    assert reported["again"][0] == "refused"
+    assert "missing" in reported["again"][1]
+    assert reported["state"] == "running"
+    assert reported["zero"]
+    assert reported["as_never"]
 
 
 def test_the_guest_is_still_there_when_the_lease_ends(jobs, alone):
     """It stays away, says why, tells the job, and comes back by itself once there is room."""
-    told = jobs.run(
+    reported = jobs.run(
         LARGE
         + """
 evicted = threading.Event()
@@ -181,15 +182,15 @@ tell(first=first, reason=reason, expiry=expiry > 0, status=engine().status.reaso
      as_never=job.as_never())
 """
     )
-    assert told["expiry"]
-    assert told["first"] in {"yielded", "restoring"}
-    assert "missing" in told["reason"]
-    assert told["status"] == ""
-    assert told["as_never"]
+    assert reported["expiry"]
+    assert reported["first"] in {"yielded", "restoring"}
+    assert "missing" in reported["reason"]
+    assert reported["status"] == ""
+    assert reported["as_never"]
 
 
 def test_a_yield_while_an_out_of_memory_is_handled(jobs):
-    told = jobs.run("""
+    reported = jobs.run("""
         job = Training(extra=256 << 20)
         job.steps(2)
         free, total = torch.cuda.mem_get_info()
@@ -231,10 +232,10 @@ def test_a_yield_while_an_out_of_memory_is_handled(jobs):
         torch.cuda.set_per_process_memory_fraction(1.0)
         tell(yielded=yielded, outcomes=outcomes, state=state(), as_never=job.as_never())
     """)
-    assert told["yielded"] == 3
-    assert set(told["outcomes"]) <= {"done", "refused"}
-    assert told["state"] == "running"
-    assert told["as_never"]
+    assert reported["yielded"] == 3
+    assert set(reported["outcomes"]) <= {"done", "refused"}
+    assert reported["state"] == "running"
+    assert reported["as_never"]
 
 
 def test_eight_processes_yield_at_once_within_one_limit(jobs):
@@ -269,10 +270,10 @@ def test_eight_processes_yield_at_once_within_one_limit(jobs):
     for job in eight:
         job.stdin.write("go\n")
         job.stdin.flush()
-    told = [jobs.end(job) for job in eight]
-    assert [one["turns"] for one in told] == [3] * 8, told
-    assert max(one["most"] for one in told) <= limit
-    assert all(one["as_never"] and one["state"] == "running" for one in told)
+    reported = [jobs.end(job) for job in eight]
+    assert [one["turns"] for one in reported] == [3] * 8, reported
+    assert max(one["most"] for one in reported) <= limit
+    assert all(one["as_never"] and one["state"] == "running" for one in reported)
 
 
 # commands
@@ -280,7 +281,7 @@ def test_eight_processes_yield_at_once_within_one_limit(jobs):
 
 def test_a_flood_of_commands(jobs):
     """Each is taken, repeats one that runs, or is refused; the job computes what it would have."""
-    told = jobs.run("""
+    reported = jobs.run("""
         job = Training()
         job.steps(2)
         taken, refusals, wrong = set(), [], []
@@ -312,16 +313,16 @@ def test_a_flood_of_commands(jobs):
         tell(taken=len(taken), refusals=len(refusals), wrong=wrong[:3], state=state(),
              as_never=job.as_never())
     """)
-    assert told["wrong"] == []
-    assert told["taken"] >= 1
-    assert told["refusals"] >= 1
-    assert told["state"] == "running"
-    assert told["as_never"]
+    assert reported["wrong"] == []
+    assert reported["taken"] >= 1
+    assert reported["refusals"] >= 1
+    assert reported["state"] == "running"
+    assert reported["as_never"]
 
 
 def test_the_client_is_gone(jobs):
     """Commands over the control socket whose senders hang up at once are done all the same."""
-    told = jobs.run(
+    reported = jobs.run(
         """
         import json, socket
         from gpumem_otel.serve.discovery import control_sockets
@@ -358,9 +359,9 @@ def test_the_client_is_gone(jobs):
         """,
         OPTIONS=json.dumps({"control": True}),
     )
-    assert told["held"] >= 64 * MIB
-    assert told["state"] == "running"
-    assert told["as_never"]
+    assert reported["held"] >= 64 * MIB
+    assert reported["state"] == "running"
+    assert reported["as_never"]
 
 
 # ends and signals
@@ -369,7 +370,7 @@ def test_the_client_is_gone(jobs):
 @pytest.mark.parametrize("level", ["tensors", "auto"])
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGKILL", "exit"])
 def test_a_process_that_ends_while_it_is_yielded(jobs, level, how):
-    """It ends at once, as it would have; the device and the ledgers forget it."""
+    """It ends at once, as it would have; the device and the reservations forget it."""
     job = jobs.start(f"""
         level, how = {level!r}, {how!r}
         job = Training(extra=256 << 20)
@@ -387,8 +388,8 @@ def test_a_process_that_ends_while_it_is_yielded(jobs, level, how):
     assert job.returncode == (7 if how == "exit" else -getattr(signal, how))
     assert until(lambda: not any(is_there(pid) for pid in children)), "a helper is left"
     assert until(lambda: not on_device(job.pid))
-    told = jobs.run("tell(held=held_by_all())")
-    assert told["held"] == 0
+    reported = jobs.run("tell(held=held_by_all())")
+    assert reported["held"] == 0
 
 
 def test_a_signal_handler_that_raises_while_the_job_stands_still(jobs):
@@ -415,14 +416,14 @@ def test_a_signal_handler_that_raises_while_the_job_stands_still(jobs):
     job.send_signal(signal.SIGTERM)
     out, errors = job.communicate(timeout=60)
     assert job.returncode == 9, errors[-3000:]
-    told = json.loads(out.splitlines()[-1])
-    assert (told["state"], told["right"], told["whole"]) == ("running", True, True)
+    reported = json.loads(out.splitlines()[-1])
+    assert (reported["state"], reported["right"], reported["whole"]) == ("running", True, True)
 
 
 @pytest.mark.parametrize(("level", "spread_seconds"), [("tensors", 0.25), ("auto", 1.5)])
 def test_signals_at_any_moment_of_the_jobs_own_calls(jobs, level, spread_seconds):
     """What a handler raises ends the call, and every byte is where it was."""
-    told = jobs.run(f"""
+    reported = jobs.run(f"""
         import random
         class Alarm(Exception):
             pass
@@ -453,8 +454,8 @@ def test_signals_at_any_moment_of_the_jobs_own_calls(jobs, level, spread_seconds
             job.step()
         tell(hits=hits, as_never=job.as_never())
     """)
-    assert told["as_never"]
-    assert told["hits"]["yield_memory"] > 0
+    assert reported["as_never"]
+    assert reported["hits"]["yield_memory"] > 0
 
 
 @pytest.mark.parametrize("pause", [0.0, 5.0])
@@ -479,11 +480,11 @@ def test_stopped_and_continued_as_slurm_does(jobs, tmp_path, pause):
     assert until(lambda: status_of(job.pid) == "T"), "it was not stopped"
     (tmp_path / "enough").touch()
     job.send_signal(signal.SIGCONT)
-    told = jobs.end(job)
-    assert ("release" in told["spent"]) == (pause == 0.0)
-    assert ("reload" in told["spent"]) == (pause == 0.0)
-    assert told["state"] == "running"
-    assert told["as_never"]
+    reported = jobs.end(job)
+    assert ("release" in reported["spent"]) == (pause == 0.0)
+    assert ("reload" in reported["spent"]) == (pause == 0.0)
+    assert reported["state"] == "running"
+    assert reported["as_never"]
 
 
 # the driver
@@ -492,7 +493,7 @@ def test_stopped_and_continued_as_slurm_does(jobs, tmp_path, pause):
 def test_a_process_that_another_tool_has_locked(jobs):
     """The driver refuses our lock: the tensors come back, and the job goes on once it may."""
     pytest.importorskip("cuda.bindings.driver")
-    told = jobs.run(
+    reported = jobs.run(
         LOCKER
         + """
 job = Training()
@@ -512,32 +513,32 @@ tell(locked=locked, outcome=[d.state.value for d in done], error=[d.error for d 
      during=during, state=state(), as_never=job.as_never())
 """
     )
-    assert told["locked"] == ["Lock", "0"], told
-    assert told["outcome"] in (["refused"], ["failed"]), told
-    assert told["state"] == "running"
-    assert told["as_never"]
+    assert reported["locked"] == ["Lock", "0"], reported
+    assert reported["outcome"] in (["refused"], ["failed"]), reported
+    assert reported["state"] == "running"
+    assert reported["as_never"]
 
 
 def test_the_helper_of_the_driver_is_killed_while_it_keeps_us(jobs):
-    told = jobs.run("""
+    reported = jobs.run("""
         job = Training(extra=256 << 20)
         job.steps(2)
         gpumem_otel.yield_memory(level="auto")
         first = state()
-        keepers = children("gpumem_otel.yielding.driver.helper")
-        for pid in keepers:
+        helpers = children("gpumem_otel.yielding.driver.helper")
+        for pid in helpers:
             os.kill(pid, signal.SIGKILL)
         gpumem_otel.restore()
-        tell(first=first, keepers=len(keepers), state=state(), as_never=job.as_never())
+        tell(first=first, helpers=len(helpers), state=state(), as_never=job.as_never())
     """)
-    assert told["keepers"] == 1
-    assert (told["first"], told["state"]) == ("yielded", "running")
-    assert told["as_never"]
+    assert reported["helpers"] == 1
+    assert (reported["first"], reported["state"]) == ("yielded", "running")
+    assert reported["as_never"]
 
 
 def test_a_helper_that_can_not_be_started(jobs):
     """Known before anything goes: refused at level process; with auto the tensors go alone."""
-    told = jobs.run("""
+    reported = jobs.run("""
         job = Training()
         job.steps(2)
         import dataclasses
@@ -549,8 +550,8 @@ def test_a_helper_that_can_not_be_started(jobs):
         gpumem_otel.restore()
         tell(said=said, level=report.level.value, state=state(), as_never=job.as_never())
     """)
-    assert len(told["said"]) == 2
-    assert all("keeper" in line or "helper" in line for line in told["said"]), told
-    assert told["level"] == "tensors"
-    assert told["state"] == "running"
-    assert told["as_never"]
+    assert len(reported["said"]) == 2
+    assert all("helper" in line for line in reported["said"]), reported
+    assert reported["level"] == "tensors"
+    assert reported["state"] == "running"
+    assert reported["as_never"]

@@ -93,16 +93,16 @@ def jobs(devices, tmp_path):
     made.close()
 
 
-def check(told, yields):
-    assert told["differ"] == []
-    assert told["classes"] == [True] * yields
-    assert {"parameter", "gradient", "optimizer_state", "activation"} <= set(told["first"])
-    assert told["ours"] > 100, "the allocator itself does know of the restore"
+def check(reported, yields):
+    assert reported["differ"] == []
+    assert reported["classes"] == [True] * yields
+    assert {"parameter", "gradient", "optimizer_state", "activation"} <= set(reported["first"])
+    assert reported["ours"] > 100, "the allocator itself does know of the restore"
 
 
 @pytest.mark.parametrize("level", ["tensors", "auto"])
 def test_stacks_and_classes_are_the_same_after_one_yield_and_after_two(jobs, level):
-    told = jobs.run(
+    reported = jobs.run(
         MODEL
         + f"""
     cycle({level!r})
@@ -112,11 +112,11 @@ def test_stacks_and_classes_are_the_same_after_one_yield_and_after_two(jobs, lev
     tell(**facts)
     """
     )
-    check(told, 2)
+    check(reported, 2)
 
 
 def test_a_class_at_a_time_and_what_is_freed_and_made_afterwards(jobs):
-    told = jobs.run(
+    reported = jobs.run(
         MODEL
         + """
     gpumem_otel.yield_memory(level="tensors")
@@ -151,20 +151,20 @@ def test_a_class_at_a_time_and_what_is_freed_and_made_afterwards(jobs):
     tell(**facts)
     """
     )
-    check(told, 1)
-    assert told["staged"] == {
-        "optimizer_state": told["first"]["optimizer_state"], "parameter": None
+    check(reported, 1)
+    assert reported["staged"] == {
+        "optimizer_state": reported["first"]["optimizer_state"], "parameter": None
     }  # fmt: skip
-    assert told["freed"]
-    assert told["forgotten"]
-    assert told["big"], "what the yield knew of it kept it alive"
-    assert told["made"] == 50 * 256 * 256 * 4
-    assert told["strangers"] == 0
+    assert reported["freed"]
+    assert reported["forgotten"]
+    assert reported["big"], "what the yield knew of it kept it alive"
+    assert reported["made"] == 50 * 256 * 256 * 4
+    assert reported["strangers"] == 0
 
 
 def test_a_restore_by_command_while_profiles_are_read(jobs):
     """From another thread, with a reader beside it: no profile shows a stack of ours."""
-    told = jobs.run(
+    reported = jobs.run(
         MODEL
         + """
     kept.clear()
@@ -192,5 +192,5 @@ def test_a_restore_by_command_while_profiles_are_read(jobs):
     tell(**facts)
     """
     )
-    assert told["seen"] == []
-    assert told["breached"] == 0
+    assert reported["seen"] == []
+    assert reported["breached"] == 0

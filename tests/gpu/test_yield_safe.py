@@ -62,7 +62,7 @@ def test_what_a_captured_graph_may_use_is_left_to_the_driver(exact, name):
 
 
 def test_tensors_of_a_device_with_a_graph_stay(jobs):
-    told = jobs.run("""
+    reported = jobs.run("""
         job = Training()
         job.steps(2)
         static = torch.ones(1000, device="cuda")
@@ -78,14 +78,14 @@ def test_tensors_of_a_device_with_a_graph_stay(jobs):
         tell(said=said, kept=kept, state=state(), replayed=result.sum().item(),
              as_never=job.as_never())
     """)
-    assert "graph" in told["said"]
-    assert (told["kept"], told["state"], told["replayed"]) == (True, "running", 6000.0)
-    assert told["as_never"]
+    assert "graph" in reported["said"]
+    assert (reported["kept"], reported["state"], reported["replayed"]) == (True, "running", 6000.0)
+    assert reported["as_never"]
 
 
 def test_thirty_captures_while_commands_come(jobs):
     """No capture is lost, whatever is asked for meanwhile: commands wait, or are refused."""
-    told = jobs.run("""
+    reported = jobs.run("""
         job = Training()
         job.steps(2)
         over, outcomes = threading.Event(), []
@@ -128,10 +128,10 @@ def test_thirty_captures_while_commands_come(jobs):
         tell(right=right, number=number, outcomes=sorted(set(outcomes)), count=len(outcomes),
              state=state(), as_never=job.as_never())
     """)
-    assert told["right"] == told["number"] >= 30, told
-    assert set(told["outcomes"]) <= {"done", "refused", "refused at once"}, told
-    assert told["state"] == "running"
-    assert told["as_never"]
+    assert reported["right"] == reported["number"] >= 30, reported
+    assert set(reported["outcomes"]) <= {"done", "refused", "refused at once"}, reported
+    assert reported["state"] == "running"
+    assert reported["as_never"]
 
 
 # streams
@@ -140,7 +140,7 @@ def test_thirty_captures_while_commands_come(jobs):
 @pytest.mark.parametrize("sides", [0, 1])
 def test_fifty_cycles_reserve_no_more_than_before(jobs, sides):
     """Each block comes back on the stream that it had, so that its cache serves it again."""
-    told = jobs.run(f"""
+    reported = jobs.run(f"""
         sides = {sides}
         job = Training()
         job.steps(2)
@@ -170,10 +170,10 @@ def test_fifty_cycles_reserve_no_more_than_before(jobs, sides):
         after = torch.cuda.memory_reserved(), torch.cuda.memory_allocated()
         tell(before=before, after=after, equal=equal, as_never=job.as_never())
     """)
-    assert told["equal"]
-    assert told["after"][0] <= told["before"][0]
-    assert told["after"][1] == told["before"][1]
-    assert told["as_never"]
+    assert reported["equal"]
+    assert reported["after"][0] <= reported["before"][0]
+    assert reported["after"][1] == reported["before"][1]
+    assert reported["as_never"]
 
 
 @pytest.mark.parametrize("name", ["two-streams", "fsdp2"])
@@ -212,8 +212,12 @@ def test_one_of_two_ranks_is_refused_at_every_level(jobs):
     first, second = [jobs.end(job) for job in both]
     assert len(first["said"]) == 6
     assert all("this job has 2 ranks" in line for line in first["said"]), first["said"]
-    for told in (first, second):
-        assert (told["total"], told["state"], told["as_never"]) == (3.0, "running", True)
+    for reported in (first, second):
+        assert (reported["total"], reported["state"], reported["as_never"]) == (
+            3.0,
+            "running",
+            True,
+        )
 
 
 # other threads
@@ -233,7 +237,7 @@ def test_a_prefetcher_that_says_so_is_trusted(exact):
 
 def test_a_thread_that_averages_weights_is_refused(jobs):
     """It allocates all the time, and would read storages that are empty."""
-    told = jobs.run("""
+    reported = jobs.run("""
         job = Training()
         job.steps(2)
         over, turns = threading.Event(), threading.Semaphore(0)
@@ -255,17 +259,17 @@ def test_a_thread_that_averages_weights_is_refused(jobs):
         gpumem_otel.restore()
         tell(said=said, outcome=done.state.value, error=done.error, as_never=job.as_never())
     """)
-    for line in (told["said"], told["error"]):
+    for line in (reported["said"], reported["error"]):
         assert "averages" in line or "so another thread uses it" in line
         assert "participant" in line
-    assert told["outcome"] == "refused"
-    assert told["as_never"]
+    assert reported["outcome"] == "refused"
+    assert reported["as_never"]
 
 
 def test_a_checkpoint_that_is_written_beside_the_job_is_whole(jobs):
     """Refused while it is read from the device, or done when it has all it needs: what is on the
     disk is what the job had when it asked for it."""
-    told = jobs.run("""
+    reported = jobs.run("""
         import queue
         job = Training(extra=256 << 20)
         job.steps(2)
@@ -300,15 +304,15 @@ def test_a_checkpoint_that_is_written_beside_the_job_is_whole(jobs):
         thread.join()
         tell(right=right, outcomes=outcomes, state=state(), as_never=job.as_never())
     """)
-    assert told["right"] == 4, told
-    assert told["state"] == "running"
-    assert told["as_never"]
-    assert all(line == "done" or "saves" in line for line in told["outcomes"]), told
+    assert reported["right"] == 4, reported
+    assert reported["state"] == "running"
+    assert reported["as_never"]
+    assert all(line == "done" or "saves" in line for line in reported["outcomes"]), reported
 
 
 @pytest.mark.skipif(os.name != "posix", reason="forks")
 def test_a_forked_child_can_not_yield_what_is_its_parents(jobs):
-    told = jobs.run("""
+    reported = jobs.run("""
         job = Training()
         job.steps(2)
         reader, writer = os.pipe()
@@ -328,5 +332,5 @@ def test_a_forked_child_can_not_yield_what_is_its_parents(jobs):
         gpumem_otel.restore()
         tell(said=said, as_never=job.as_never())
     """)
-    assert told["said"].startswith("YieldRefusedError: yield: a forked child")
-    assert told["as_never"]
+    assert reported["said"].startswith("YieldRefusedError: yield: a forked child")
+    assert reported["as_never"]

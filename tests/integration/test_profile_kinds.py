@@ -136,7 +136,7 @@ def test_all_kinds_can_be_pulled(torch, job, start):
     assert allocated.total("alloc_objects") >= 800
     assert allocated.total("alloc_space") == 3000 * allocated.total("alloc_objects")
     status, body = get(agent, "kind=pinned")
-    assert (status, b"does not tell of pinned" in body) == (503, True)
+    assert (status, b"does not report pinned" in body) == (503, True)
     torch._C._cuda_hostMemoryStats = lambda: {"allocated_bytes": {"all": {"current": 77}}}
     status, body = get(agent, "kind=pinned&device=0")
     assert (status, decode(body).total("pinned_space")) == (200, 77)

@@ -3,7 +3,7 @@
 The file is named by FAKE_DRIVER_STATE and made by `Device`. It follows the documented order of
 calls (any other is CUDA_ERROR_ILLEGAL_STATE) and what was found of real drivers: a lock that times
 out leaves the process running, a restore without room fails and stays checkpointed. Every call can
-be told to fail, to hang, or to end its own process.
+be set to fail, to hang, or to end its own process.
 """
 
 # ruff: noqa: N802 - the names of the real modules
@@ -236,7 +236,7 @@ def cuCheckpointProcessUnlock(pid, args):
 
 
 def _asked_by_nvml():
-    """It blocks in a process that is locked; here that is noted, as a call that nobody may make."""
+    """Real NVML blocks in a locked process; here that is noted as a forbidden call."""
     with _device() as device:
         if device["state"] != CUprocessState.RUNNING and device["pid"] == os.getpid():
             device["calls"].append((BLOCKS, os.getpid()))

@@ -66,8 +66,8 @@ class Parts:
     ):
         self.devices = Watched(free=free)
         self.pool = HostPool(self.devices, piece_bytes=piece, threads=2, pinned_limit_bytes=limit)
-        self.host = HostReservations(f"{folder}/ledger", lambda: HostRoom(room, "the test"))
-        self.gpus = DeviceReservations(f"{folder}/ledger")
+        self.host = HostReservations(f"{folder}/reservations", lambda: HostRoom(room, "the test"))
+        self.gpus = DeviceReservations(f"{folder}/reservations")
         self.offload = Offload(
             self.devices, self.pool, self.host, self.gpus, keep_bytes=keep,
             staging=partial(Staging, buffers=4, buffer_bytes=ring, threads=3),
@@ -77,8 +77,8 @@ class Parts:
     def progress(self, done, total):
         self.said.append((done, total))
 
-    def out(self, movables, **request):
-        self.offload.admit(movables, YieldRequest(**request))
+    def out(self, candidates, **request):
+        self.offload.admit(candidates, YieldRequest(**request))
         phase = self.offload.copy_out(self.progress, never)
         self.offload.free()
         return phase
@@ -89,7 +89,7 @@ class Parts:
 
 @contextlib.contextmanager
 def making(folder):
-    """Makes parts whose ledgers are in that folder, and ends them."""
+    """Makes parts whose reservations are in that folder, and ends them."""
     made = []
 
     def parts(**more):
@@ -109,7 +109,7 @@ def never():
 
 @contextlib.contextmanager
 def failing_resize(when, error=None, *, done=False):
-    """Storages can not be resized at some calls, by number from 1 and size; or are, and fail."""
+    """Resizing fails at some calls, chosen by number from 1 and size; `done`: after resizing."""
     calls, real = [], torch.UntypedStorage.resize_
 
     def resize_(storage, size):
@@ -125,17 +125,17 @@ def failing_resize(when, error=None, *, done=False):
         yield
 
 
-def movable(storage, tensor_class="parameter", device=0, stream=0):
+def candidate(storage, tensor_class="parameter", device=0, stream=0):
     size = storage.nbytes()
     return Candidate(storage, device, storage.data_ptr(), size, size, stream, tensor_class)
 
 
-def movables_of(tensors, **more):
+def candidates_of(tensors, **more):
     found = {}
     for tensor in tensors:
         for storage in storages_of(tensor):
             if storage.nbytes():
-                found.setdefault(storage._cdata, movable(storage, **more))
+                found.setdefault(storage._cdata, candidate(storage, **more))
     return list(found.values())
 
 
@@ -171,7 +171,7 @@ class Noted:
 def moved(parts, tensors):
     """Copied out, and to be freed."""
     was = [one.clone() for one in tensors]
-    parts.offload.admit(movables_of(tensors), YieldRequest())
+    parts.offload.admit(candidates_of(tensors), YieldRequest())
     parts.offload.copy_out(parts.progress, never)
     return was
 

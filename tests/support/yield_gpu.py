@@ -132,7 +132,7 @@ def hold_all_host_memory():
     return other
 
 def held_by_all():
-    "Bytes of host memory in the ledger of this run directory, by whoever lives."
+    "Bytes of host memory in the reservations of this run directory, by whoever lives."
     import fcntl, pathlib
     held = 0
     for path in pathlib.Path(RUN_DIR, "yield").glob("host-*"):
@@ -208,7 +208,7 @@ class Jobs:
     """Starts scenarios, and ends what is left of them.
 
     Args:
-        folder: their run directory; one for all, so that they share the ledgers.
+        folder: their run directory; one for all, so that they share the reservations.
     """
 
     def __init__(self, folder: Path) -> None:

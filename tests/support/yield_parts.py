@@ -236,7 +236,7 @@ class FakeCheckpoint:
         return self.why_not
 
     def prepare(self) -> None:
-        self.faults.hit("keeper")
+        self.faults.hit("helper")
 
     def lock_and_checkpoint(self, timeout_seconds, lease_seconds) -> PhaseTime:
         self.faults.hit("lock")

@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.offload_parts import PIECE, SIZES, movables_of, tensor  # noqa: E402
+from support.offload_parts import PIECE, SIZES, candidates_of, tensor  # noqa: E402
 
 from gpumem_otel.errors import YieldFailedError  # noqa: E402
 from gpumem_otel.yielding.copy.checksums import checksums  # noqa: E402
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 def test_a_changed_bit_is_found_and_named(make):
     parts = make()
     one, other = tensor(PIECE), tensor(PIECE + 5)
-    parts.out(movables_of([one]) + movables_of([other], tensor_class="kv_cache"), verify=True)
+    parts.out(candidates_of([one]) + candidates_of([other], tensor_class="kv_cache"), verify=True)
     parts.back()
     other[PIECE + 4] ^= 1
     with pytest.raises(YieldFailedError, match="1 of kv_cache") as failed:

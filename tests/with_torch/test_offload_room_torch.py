@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.offload_parts import PIECE, SIZES, movables_of, moved, same, tensor  # noqa: E402
+from support.offload_parts import PIECE, SIZES, candidates_of, moved, same, tensor  # noqa: E402
 
 from gpumem_otel.errors import YieldRefusedError  # noqa: E402
 from gpumem_otel.yielding.copy import offload as offload_module  # noqa: E402
@@ -25,14 +25,14 @@ def test_host_memory_that_is_short_refuses_before_anything_moves(make):
     parts = make(room=PIECE)
     one = tensor(PIECE * 3)
     with pytest.raises(YieldRefusedError, match="host memory"):
-        parts.offload.admit(movables_of([one]), YieldRequest())
+        parts.offload.admit(candidates_of([one]), YieldRequest())
     assert one.untyped_storage().nbytes() == PIECE * 3
     assert parts.host.held_bytes == 0
 
 
 def test_what_admission_reserved_abandoning_gives_up(make):
     parts = make()
-    host, disk = parts.offload.admit(movables_of([tensor(PIECE * 3)]), YieldRequest())
+    host, disk = parts.offload.admit(candidates_of([tensor(PIECE * 3)]), YieldRequest())
     assert (host, disk) == (PIECE * 3, 0)
     assert parts.host.held_bytes == PIECE * 3
     parts.offload.abandon()
@@ -41,9 +41,9 @@ def test_what_admission_reserved_abandoning_gives_up(make):
 
 def test_a_second_yield_while_memory_is_held_is_refused(make):
     parts = make()
-    parts.out(movables_of([tensor(100)]))
+    parts.out(candidates_of([tensor(100)]))
     with pytest.raises(YieldRefusedError, match="restore it first"):
-        parts.offload.admit(movables_of([tensor(100)]), YieldRequest())
+        parts.offload.admit(candidates_of([tensor(100)]), YieldRequest())
     parts.back()
 
 
@@ -51,7 +51,7 @@ def test_the_pool_is_kept_and_used_again(make):
     parts = make()
     one = tensor(PIECE * 3)
     for _ in range(3):
-        parts.out(movables_of([one]))
+        parts.out(candidates_of([one]))
         parts.back()
         assert parts.offload.host_bytes == parts.host.held_bytes == PIECE * 3
     assert parts.offload.give_back() == PIECE * 3
@@ -61,10 +61,10 @@ def test_the_pool_is_kept_and_used_again(make):
 def test_it_is_kept_up_to_a_limit_or_given_back_where_asked(make):
     parts = make(keep=PIECE)
     one = tensor(PIECE * 3)
-    parts.out(movables_of([one]))
+    parts.out(candidates_of([one]))
     parts.back()
     assert parts.offload.host_bytes == parts.host.held_bytes == PIECE
-    parts.out(movables_of([one]), release_host=True)
+    parts.out(candidates_of([one]), release_host=True)
     assert parts.offload.give_back() == 0  # something is stored there
     parts.back()
     assert parts.offload.host_bytes == parts.host.held_bytes == 0
@@ -76,7 +76,7 @@ def test_pageable_memory_goes_through_the_ring(make, limit, ring):
     parts = make(limit=limit, ring=ring)
     tensors = [tensor(size, seed) for seed, size in enumerate(SIZES * 3)]
     before = [one.clone() for one in tensors]
-    parts.out(movables_of(tensors), verify=True)
+    parts.out(candidates_of(tensors), verify=True)
     assert parts.pool.pinned_bytes <= limit
     assert any("not pinned" in note for note in parts.offload.notes)
     parts.back()
@@ -92,7 +92,7 @@ def test_disk_takes_what_host_memory_can_not(make, tmp_path, monkeypatch, room):
     parts = make(room=room)
     tensors = [tensor(size, seed) for seed, size in enumerate(SIZES)]
     before = [one.clone() for one in tensors]
-    parts.out(movables_of(tensors), verify=True, disk_dir=str(folder))
+    parts.out(candidates_of(tensors), verify=True, disk_dir=str(folder))
     assert parts.offload.host_bytes <= room
     assert parts.offload.disk_bytes >= sum(SIZES) - room
     assert list(folder.iterdir()) == []
@@ -110,7 +110,7 @@ def test_a_disk_that_is_full_too_refuses_and_reserves_nothing(make, tmp_path):
     parts = make(room=PIECE)
     with pytest.raises(YieldRefusedError, match="no-such"):
         parts.offload.admit(
-            movables_of([tensor(PIECE * 3)]), YieldRequest(disk_dir=str(tmp_path / "no-such"))
+            candidates_of([tensor(PIECE * 3)]), YieldRequest(disk_dir=str(tmp_path / "no-such"))
         )
     assert parts.host.held_bytes == 0
     assert parts.offload.disk_bytes == 0
@@ -170,7 +170,7 @@ def test_why_it_waits_for_room_is_said_once_and_it_goes_on_when_there_is(make):
     assert same([one], was)
     assert len(slept) == 4
     assert len(said) == 1
-    assert said[0].startswith("device CPU-0: waits for room, ")
+    assert said[0].startswith("device CPU-0: waits for memory, ")
     assert said[0].endswith(" are missing")
 
 
@@ -183,9 +183,9 @@ def test_only_large_copies_out_to_memory_that_was_ready_tell_the_speed(make, mon
         ticks[0] += seconds[0]
         return ticks[0]
 
-    parts.offload._now = parts.offload._refill._now = monotonic
+    parts.offload._now = parts.offload._reload._now = monotonic
     weights, flag = tensor(PIECE * 4), tensor(4)
-    goes = [*movables_of([weights]), *movables_of([flag], tensor_class="buffer")]
+    goes = [*candidates_of([weights]), *candidates_of([flag], tensor_class="buffer")]
     total = PIECE * 4 + 4
     parts.out(goes)
     assert parts.offload.bytes_per_second == 0.0  # it waited for pinning
@@ -193,14 +193,14 @@ def test_only_large_copies_out_to_memory_that_was_ready_tell_the_speed(make, mon
     parts.back()
     assert parts.offload.bytes_per_second == total / 2  # better than nothing
     seconds[0] = 4.0
-    goes = [*movables_of([weights]), *movables_of([flag], tensor_class="buffer")]
+    goes = [*candidates_of([weights]), *candidates_of([flag], tensor_class="buffer")]
     parts.out(goes)
     assert parts.offload.bytes_per_second == total / 4
     seconds[0] = 1000.0
     parts.back({"parameter"})
     parts.back()
     assert parts.offload.bytes_per_second == total / 4
-    parts.out(movables_of([flag]))
+    parts.out(candidates_of([flag]))
     parts.back()
     assert parts.offload.bytes_per_second == total / 4
 
@@ -212,7 +212,7 @@ def test_closing_leaves_nothing_pinned_and_nothing_reserved(make, tmp_path):
     parts, pinned, one = make(), set(), tensor(PIECE * 3)
     parts.devices._pin = lambda address, size: pinned.add(address) or ""
     parts.devices.unregister = pinned.remove
-    entries = Path(tmp_path, "ledger")
+    entries = Path(tmp_path, "reservations")
     was = moved(parts, [one])
     parts.offload.free()
     assert not parts.offload.close()  # it is stored there

@@ -12,9 +12,9 @@ from support.offload_parts import (  # noqa: E402
     PIECE,
     Asked,
     Noted,
+    candidate,
+    candidates_of,
     failing_resize,
-    movable,
-    movables_of,
     tensor,
 )
 
@@ -27,7 +27,7 @@ def test_each_block_is_allocated_on_its_stream_the_largest_first(make):
     parts = make()
     tensors = [tensor(size) for size in (100, 9000, 300)]
     goes = [
-        movable(one.untyped_storage(), device=device, stream=stream)
+        candidate(one.untyped_storage(), device=device, stream=stream)
         for one, (device, stream) in zip(tensors, [(1, 11), (0, 22), (1, 33)], strict=True)
     ]
     parts.out(goes)
@@ -41,7 +41,7 @@ def test_the_links_of_several_devices_work_at_once(make):
     parts = make()
     tensors = [tensor(PIECE) for _ in range(6)]
     goes = [
-        movable(one.untyped_storage(), device=0 if number < 3 else 1)
+        candidate(one.untyped_storage(), device=0 if number < 3 else 1)
         for number, one in enumerate(tensors)
     ]
     order = [one.device for one in placement.in_turn(goes)]
@@ -58,7 +58,7 @@ def test_filling_waits_for_the_stream_that_had_the_block(make, limit):
     tensors = [tensor(size) for size in sizes]
     was = [one.clone() for one in tensors]
     goes = [
-        movable(one.untyped_storage(), stream=stream, tensor_class=f"class {stream}")
+        candidate(one.untyped_storage(), stream=stream, tensor_class=f"class {stream}")
         for one, stream in zip(tensors, streams, strict=True)
     ]
     parts.out(goes, discard=("class 0",))
@@ -107,6 +107,6 @@ def test_a_buffer_is_not_used_again_before_all_copies_of_it_are_done(make, tmp_p
     values = enumerate(sizes)
     tensors = [torch.full((size,), number % 251, dtype=torch.uint8) for number, size in values]
     was = [one.clone() for one in tensors]
-    parts.out(movables_of(tensors), disk_dir=str(tmp_path) if to == "disk" else "")
+    parts.out(candidates_of(tensors), disk_dir=str(tmp_path) if to == "disk" else "")
     parts.back()
     assert [i for i, one in enumerate(tensors) if not torch.equal(one, was[i])] == []

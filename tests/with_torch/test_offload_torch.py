@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from support.offload_parts import SIZES, movables_of, tensor  # noqa: E402
+from support.offload_parts import SIZES, candidates_of, tensor  # noqa: E402
 
 from gpumem_otel.tensors.saved import can_be_read, saved_tensors  # noqa: E402
 from gpumem_otel.yielding.values import Phase  # noqa: E402
@@ -24,7 +24,7 @@ def test_sizes_of_every_kind_come_back_bit_for_bit(make):
     parts = make()
     tensors = [tensor(size, seed) for seed, size in enumerate(SIZES)]
     before = [one.clone() for one in tensors]
-    phase = parts.out(movables_of(tensors), verify=True)
+    phase = parts.out(candidates_of(tensors), verify=True)
     assert all(one.untyped_storage().nbytes() == 0 for one in tensors)
     assert (phase.phase, phase.size_bytes) == (Phase.RELEASE, sum(SIZES))
     assert parts.offload.held_bytes == {"parameter": sum(SIZES)}
@@ -93,7 +93,7 @@ def test_tensors_of_every_kind_come_back(make, kind):
         before = [plain(one).clone() for one in tensors]
     was = [(one.dtype, one.layout, one.numel()) for one in tensors]
     parts = make()
-    parts.out(movables_of(tensors), verify=True)
+    parts.out(candidates_of(tensors), verify=True)
     parts.back()
     assert parts.offload.verify() in {"equal", ""}
     assert [(one.dtype, one.layout, one.numel()) for one in tensors] == was
@@ -149,7 +149,7 @@ def test_training_goes_on_as_if_nothing_had_happened(make, foreach):
         versions = [one._version for one in tensors]
         flat = [w.data_ptr() for w in model.rnn._flat_weights]
         offsets = [address - min(flat) for address in flat]
-        parts.out(movables_of(tensors), verify=True)
+        parts.out(candidates_of(tensors), verify=True)
         assert model.head.weight.untyped_storage().nbytes() == 0
         parts.back()
         assert parts.offload.verify() == "equal"
@@ -175,7 +175,7 @@ def test_what_autograd_saved_is_there_for_backward(make):
         count = len(mine)
         mine += [saved for _, saved in saved_tensors(torch, [loss.grad_fn])]
         assert len(mine) > count
-        parts.out(movables_of(mine), verify=True)
+        parts.out(candidates_of(mine), verify=True)
         assert loss.untyped_storage().nbytes() == 0
         parts.back()
         assert parts.offload.verify() == "equal"
@@ -190,7 +190,7 @@ def test_the_modes_of_the_caller_change_nothing(make):
     was = one.detach().clone()
     parts = make()
     with torch.inference_mode():
-        parts.out(movables_of([one]), verify=True)
+        parts.out(candidates_of([one]), verify=True)
         parts.back()
         assert parts.offload.verify() == "equal"
         assert torch.is_inference_mode_enabled()
@@ -206,7 +206,7 @@ def test_classes_come_back_one_after_the_other(make):
     parts = make()
     weights, state = tensor(5000, 1), tensor(7000, 2)
     was = weights.clone(), state.clone()
-    goes = movables_of([weights]) + movables_of([state], tensor_class="optimizer_state")
+    goes = candidates_of([weights]) + candidates_of([state], tensor_class="optimizer_state")
     parts.out(goes, verify=True)
     parts.back({"parameter"})
     assert parts.offload.verify() == "equal"
@@ -224,7 +224,7 @@ def test_what_is_thrown_away_comes_back_as_zeros(make):
     parts = make()
     weights, state = tensor(5000, 1), tensor(7000, 2)
     was = weights.clone()
-    goes = movables_of([weights]) + movables_of([state], tensor_class="optimizer_state")
+    goes = candidates_of([weights]) + candidates_of([state], tensor_class="optimizer_state")
     assert parts.out(goes, discard=("optimizer_state",)).size_bytes == 5000
     assert parts.offload.held_bytes == {"parameter": 5000}
     assert parts.offload.discarded_bytes == {"optimizer_state": 7000}
@@ -240,7 +240,7 @@ def test_a_storage_that_the_job_filled_meanwhile_is_its_own(make):
     parts = make()
     one, other = tensor(5000, 1), tensor(6000, 2)
     was = other.clone()
-    parts.out(movables_of([one, other]), verify=True)
+    parts.out(candidates_of([one, other]), verify=True)
     one.untyped_storage().resize_(5000)
     one.fill_(9)
     parts.back()

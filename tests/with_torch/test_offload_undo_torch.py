@@ -13,9 +13,9 @@ from support.offload_parts import (  # noqa: E402
     PIECE,
     PLENTY,
     Noted,
+    candidates_of,
     emptied_by,
     failing_resize,
-    movables_of,
     moved,
     never,
     same,
@@ -38,7 +38,7 @@ def test_stopped_while_copying_nothing_has_changed(make):
     tensors = [tensor(PIECE * 2, seed) for seed in range(4)]
     was = [one.clone() for one in tensors]
     addresses = [one.data_ptr() for one in tensors]
-    parts.offload.admit(movables_of(tensors), YieldRequest())
+    parts.offload.admit(candidates_of(tensors), YieldRequest())
     asked = iter([False, False, False, True])
     with pytest.raises(YieldRefusedError, match="stopped"):
         parts.offload.copy_out(parts.progress, lambda: next(asked))
@@ -46,7 +46,7 @@ def test_stopped_while_copying_nothing_has_changed(make):
     assert [one.data_ptr() for one in tensors] == addresses
     assert all(torch.equal(one, before) for one, before in zip(tensors, was, strict=True))
     assert parts.offload.held_bytes == {}
-    parts.out(movables_of(tensors), verify=True)  # and it can begin anew
+    parts.out(candidates_of(tensors), verify=True)  # and it can begin anew
     parts.back()
     assert parts.offload.verify() == "equal"
 
@@ -54,7 +54,7 @@ def test_stopped_while_copying_nothing_has_changed(make):
 def test_a_storage_that_changed_while_it_was_copied_refuses_all(make):
     parts = make()
     one, other = tensor(5000), tensor(6000)
-    parts.offload.admit(movables_of([one, other]), YieldRequest())
+    parts.offload.admit(candidates_of([one, other]), YieldRequest())
     parts.offload.copy_out(parts.progress, never)
     other.untyped_storage().resize_(9000)
     with pytest.raises(YieldRefusedError, match="class parameter changed"):
@@ -67,7 +67,7 @@ def test_freeing_that_fails_half_way_is_undone(make):
     parts = make()
     tensors = [tensor(5000 + seed, seed) for seed in range(4)]
     was = [one.clone() for one in tensors]
-    parts.offload.admit(movables_of(tensors), YieldRequest())
+    parts.offload.admit(candidates_of(tensors), YieldRequest())
     parts.offload.copy_out(parts.progress, never)
     with (
         failing_resize(lambda number, size: number == 3),
@@ -83,7 +83,7 @@ def test_freeing_that_can_not_be_undone_keeps_the_copy(make):
     parts = make()
     tensors = [tensor(5000 + seed, seed) for seed in range(4)]
     was = [one.clone() for one in tensors]
-    parts.offload.admit(movables_of(tensors), YieldRequest())
+    parts.offload.admit(candidates_of(tensors), YieldRequest())
     parts.offload.copy_out(parts.progress, never)
     with (
         failing_resize(lambda number, size: number in {3, 5}),
@@ -101,7 +101,7 @@ def test_no_room_at_restore_says_what_is_missing_and_stays(make):
     parts = make(free=lambda device: free[0])
     tensors = [tensor(PIECE * 2, seed) for seed in range(3)]
     was = [one.clone() for one in tensors]
-    parts.out(movables_of(tensors), verify=True)
+    parts.out(candidates_of(tensors), verify=True)
     with pytest.raises(YieldRefusedError, match="are missing"):
         parts.back()
     assert all(one.untyped_storage().nbytes() == 0 for one in tensors)
@@ -117,7 +117,7 @@ def test_restore_that_fails_half_way_frees_again(make, short):
     parts = make()
     tensors = [tensor(PIECE * 2, seed) for seed in range(4)]
     was = [one.clone() for one in tensors]
-    parts.out(movables_of(tensors))
+    parts.out(candidates_of(tensors))
     problem = torch.cuda.OutOfMemoryError("full") if short else RuntimeError("broken")
     with (
         failing_resize(lambda number, size: size and number == 3, problem),
@@ -138,7 +138,7 @@ def test_stopped_while_restoring_it_stays_away(make):
     parts = make()
     tensors = [tensor(PIECE * 2, seed) for seed in range(4)]
     was = [one.clone() for one in tensors]
-    parts.out(movables_of(tensors))
+    parts.out(candidates_of(tensors))
     asked = iter([False] * 3 + [True] * 9)
     with pytest.raises(YieldRefusedError, match="stopped"):
         parts.back(stop=lambda: next(asked))
@@ -204,7 +204,7 @@ def test_freeing_that_is_interrupted_shows_what_is_empty(make, where):
 def test_what_two_interrupts_left_half_filled_is_filled_by_the_next_restore(make):
     parts, tensors = make(), [tensor(PIECE * 2, seed) for seed in range(4)]
     was = [one.clone() for one in tensors]
-    parts.out(movables_of(tensors), verify=True)
+    parts.out(candidates_of(tensors), verify=True)
     asked = itertools.count()
 
     def stop():
@@ -241,7 +241,7 @@ def test_a_ring_that_breaks_hides_no_error(make):
     parts = make(limit=0)
     parts.offload._staging = partial(Breaking, buffers=4, buffer_bytes=4096, threads=3)
     asked = itertools.count()
-    parts.offload.admit(movables_of([tensor(PIECE)]), YieldRequest())
+    parts.offload.admit(candidates_of([tensor(PIECE)]), YieldRequest())
     with pytest.raises(YieldRefusedError, match="stopped"):
         parts.offload.copy_out(parts.progress, lambda: next(asked) == 3)
     parts.offload.abandon()
@@ -275,6 +275,6 @@ def test_threads_that_can_not_be_set_up_for_a_device_hang_nothing(make):
         raise RuntimeError("no such device")
 
     parts.devices.use = use
-    parts.out(movables_of([one]))
+    parts.out(candidates_of([one]))
     parts.back()
     assert torch.equal(one, was)

@@ -1,4 +1,4 @@
-"""The gate before the hooks on the job's own threads, and the keeper beside a real torch."""
+"""The gate before the hooks on the job's own threads, and the helper beside a real torch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_no_table_is_made_while_the_gate_is_closed(table):
     assert table.gate.close(1.0), "a hook has not left"
 
 
-def test_the_keeper_of_a_process_with_torch_has_none(tmp_path, monkeypatch):
+def test_the_helper_of_a_process_with_torch_has_none(tmp_path, monkeypatch):
     path = tmp_path / "device.json"
     monkeypatch.setenv(fake_driver.VARIABLE, str(path))
     device = fake_driver.Device(path)
@@ -64,7 +64,7 @@ def test_the_keeper_of_a_process_with_torch_has_none(tmp_path, monkeypatch):
     driver = DriverCheckpoint(environ={}, settings=HelperSettings(environ=os.environ, **names))
     driver.lock_and_checkpoint(5.0, None)
     link = driver._link
-    maps = Path(f"/proc/{driver.keeper_pid}/maps").read_text()
+    maps = Path(f"/proc/{driver.helper_pid}/maps").read_text()
     assert "torch" not in maps
     driver.restore(5.0)
     assert device["state"] == 0
@@ -78,10 +78,10 @@ def test_without_a_driver_the_real_bindings_say_so():
     if Path("/proc/driver/nvidia/version").exists():
         pytest.skip("there is a driver here")
     driver = DriverCheckpoint()
-    none = "there is no NVIDIA driver here (libcuda.so.1 can not be loaded)"
+    none = "there is no NVIDIA driver here (libcuda.so.1 cannot be loaded)"
     assert driver.refusal() == none
-    with pytest.raises(YieldRefusedError) as caught:  # of the keeper, who asks the bindings
+    with pytest.raises(YieldRefusedError) as caught:  # of the helper, who asks the bindings
         driver.prepare()
     assert str(caught.value) == f"driver checkpoint: {none}"
-    assert (driver.state, driver.keeper_pid) == ("running", None)
+    assert (driver.state, driver.helper_pid) == ("running", None)
     assert loaded == ("cuda.bindings.driver" in sys.modules), "it was loaded into the job"

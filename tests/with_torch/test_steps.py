@@ -230,9 +230,7 @@ def test_a_floor_that_raises_never_reaches_the_job(model, caplog):
     optimizer.step()
     counter.step()
     counter.stop()
-    assert [r.message for r in caplog.records] == [
-        "what is allocated at step boundaries is read no more"
-    ]
+    assert [r.message for r in caplog.records] == ["memory at step boundaries is no longer read"]
     assert counter.stats().steps == 3
 
 

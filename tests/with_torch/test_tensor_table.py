@@ -69,7 +69,7 @@ def storage_sizes(tensors):
     """Counted on its own: address -> bytes."""
     return {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
-        for t in tensor_table
+        for t in tensors
         if t is not None and t.untyped_storage().data_ptr()
     }
 
@@ -116,11 +116,11 @@ def test_every_storage_has_its_class_once(table, name):
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())
     train(model, optimizer, make_input)
-    told = found(table)
-    assert told["parameter"] == storage_sizes(model.parameters())
-    assert told["gradient"] == storage_sizes(p.grad for p in model.parameters())
-    assert told["optimizer_state"] == storage_sizes(states(optimizer))
-    assert told.get("buffer", {}) == storage_sizes(model.buffers())
+    reported = found(table)
+    assert reported["parameter"] == storage_sizes(model.parameters())
+    assert reported["gradient"] == storage_sizes(p.grad for p in model.parameters())
+    assert reported["optimizer_state"] == storage_sizes(states(optimizer))
+    assert reported.get("buffer", {}) == storage_sizes(model.buffers())
 
 
 def test_a_model_that_was_built_before_or_copied_is_found():
@@ -132,12 +132,12 @@ def test_a_model_that_was_built_before_or_copied_is_found():
     counter.start()
     try:
         train(copied, torch.optim.SGD(copied.parameters(), lr=0.1), lambda: torch.rand(3, 4))
-        told = found(table)
+        reported = found(table)
     finally:
         counter.stop()
         table.stop()
-    assert storage_sizes(copied.buffers()).items() <= told["buffer"].items()
-    assert storage_sizes(model.buffers()).items() <= told["buffer"].items()
+    assert storage_sizes(copied.buffers()).items() <= reported["buffer"].items()
+    assert storage_sizes(model.buffers()).items() <= reported["buffer"].items()
 
 
 def test_a_gradient_that_was_freed_does_not_count(table):
@@ -191,10 +191,10 @@ def test_parameters_of_a_model_that_a_cache_refers_to_are_parameters(table):
     table.watch("", model)
     table.watch("workspace", named)
     table.stepped(None)
-    told = found(table)
-    assert told["parameter"] == storage_sizes(model.parameters())
-    assert told["kv_cache"] == storage_sizes([cache.keys])
-    assert told["workspace"] == storage_sizes([named])
+    reported = found(table)
+    assert reported["parameter"] == storage_sizes(model.parameters())
+    assert reported["kv_cache"] == storage_sizes([cache.keys])
+    assert reported["workspace"] == storage_sizes([named])
 
 
 def test_a_word_that_is_no_class_is_said(table, caplog):
@@ -212,9 +212,9 @@ def test_caches_are_known_by_their_names(table):
 
     model = Attention()
     table.watch("", model)
-    told = found(table)
-    assert sorted(told["kv_cache"].values()) == [32, 64]
-    assert list(told["buffer"].values()) == [128]
+    reported = found(table)
+    assert sorted(reported["kv_cache"].values()) == [32, 64]
+    assert list(reported["buffer"].values()) == [128]
 
 
 def test_inputs_of_a_watched_model(table):
@@ -254,8 +254,8 @@ def test_inputs_do_not_pile_up_where_no_optimizer_steps(table):
 def test_inputs_are_noted_for_a_small_part_of_the_time_and_counted(monkeypatch):
     monkeypatch.setattr(tensor_table, "_COST_FACTOR", 500.0)
     clock = iter(range(1000))
-    told = []
-    table = TensorTable(told.append, monotonic=lambda: float(next(clock)), host_too=True)
+    reported = []
+    table = TensorTable(reported.append, monotonic=lambda: float(next(clock)), host_too=True)
     table.start()
     try:
         model = nn.Linear(4, 4)
@@ -265,7 +265,7 @@ def test_inputs_are_noted_for_a_small_part_of_the_time_and_counted(monkeypatch):
         model(second)
         assert found(table)["input"] == storage_sizes([first])
         table.stepped(None)
-        assert told[0] >= 2  # the second of the input too
+        assert reported[0] >= 2  # the second of the input too
     finally:
         table.stop()
 
@@ -287,7 +287,7 @@ def test_an_input_that_raises_costs_the_inputs_alone(table, caplog):
         model(torch.rand(2, 4), Proxy()).sum().backward()
         optimizer.step()
     assert found(table).keys() == {"parameter", "gradient"}
-    assert caplog.text.count("inputs of Model are not told apart") == 1
+    assert caplog.text.count("inputs of Model are not recorded") == 1
 
 
 def test_a_watched_model_can_be_saved_and_copied(table):
@@ -402,9 +402,9 @@ def test_gradients_are_read_by_the_thread_that_steps_and_no_other(table):
     thread.join()
     mine = nn.Linear(2, 2)
     train(mine, torch.optim.SGD(mine.parameters(), lr=0.1), lambda: torch.rand(2, 2))
-    told = found(table)
-    assert told["gradient"] == storage_sizes(p.grad for p in mine.parameters())
-    assert storage_sizes(model.parameters()).items() <= told["parameter"].items()
+    reported = found(table)
+    assert reported["gradient"] == storage_sizes(p.grad for p in mine.parameters())
+    assert storage_sizes(model.parameters()).items() <= reported["parameter"].items()
     table.counter.step()  # the job says that no other thread is at work
     assert storage_sizes(p.grad for p in model.parameters()).items() <= (
         found(table)["gradient"].items()

@@ -126,7 +126,7 @@ def test_an_empty_snapshot_is_read():
 def test_symbolization_imports_nothing_and_a_real_import_beside_it_works():
     run("""
         import sys, threading, torch
-        from gpumem_otel.capture.recorder import InductorGuard
+        from gpumem_otel.capture.patching import InductorGuard
         guard = InductorGuard()
         original = torch.__dict__["__getattr__"]
         guard.install(torch)

@@ -109,9 +109,11 @@ class Rig:
     def __init__(self, folder, job: Training) -> None:
         devices = CpuDevices(torch)
         self.pool = HostPool(devices, piece_bytes=64 << 10, threads=2)
-        self.host = HostReservations(f"{folder}/ledger", lambda: HostRoom(1 << 40, "the test"))
+        self.host = HostReservations(
+            f"{folder}/reservations", lambda: HostRoom(1 << 40, "the test")
+        )
         self.offload = Offload(
-            devices, self.pool, self.host, DeviceReservations(f"{folder}/ledger")
+            devices, self.pool, self.host, DeviceReservations(f"{folder}/reservations")
         )
         self.safe_points = SafePoints(not_between_steps)
         self.steps = StepCounter(on_boundary=self.safe_points.reached)
@@ -279,7 +281,7 @@ def test_an_interrupt_while_it_is_emptied_changes_no_bit(rig, monkeypatch, where
     for _ in range(3):
         rig.job.step()
     devices = rig.offload._devices
-    owner = devices if where == "empty_cache" else rig.offload._refill
+    owner = devices if where == "empty_cache" else rig.offload._reload
     real, calls = getattr(owner, where), []
 
     def interrupted(*arguments):

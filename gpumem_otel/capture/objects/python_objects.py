@@ -1,9 +1,9 @@
-"""Looking at the objects of this process without running their code or keeping them alive.
+"""Inspects the objects of this process without running their code or keeping them alive.
 
-`isinstance` asks an object for its `__class__`, which proxies answer with code of their own (and
-lazy modules with warnings), so kinds are told by the method resolution order of the exact type.
-Reading the local variables of a running function makes Python 3.12 and older keep a dict of them in
-the frame, and with it every object, until the function ends: it is emptied again.
+`isinstance` reads an object's `__class__`, which runs code of proxies (and warns in lazy modules),
+so kinds are decided by the method resolution order of the exact type. Reading the local variables
+of a running function makes Python 3.12 and older keep a dict of them, and so every object, in the
+frame until the function ends: that dict is emptied again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 _mro_of: Final = type.__dict__["__mro__"].__get__
 _ONLY_FRAME_AND_US: Final = 3
-"""References to the dict of a frame: the frame's, our variable's, and the argument's."""
+"""References to a frame's dict: by the frame, our variable, and the argument."""
 _MOST_FRAMES: Final = 64
 _UNDISTURBED_SECONDS: Final = 1.0
 _locks: Final[dict[int, threading.RLock]] = {}
-"""By process: a forked child may inherit one held by a thread that is not there."""
+"""By pid: a forked child may inherit one held by a thread that does not exist there."""
 
 
 class Kinds:
-    """Whether objects are of some base type, by their exact type alone.
+    """Classifies objects by base type, using only their exact type.
 
     Args:
         bases: kind -> type.
@@ -43,7 +43,7 @@ class Kinds:
         self._known: dict[int, tuple[type, str]] = {}
 
     def of(self, item: object) -> str:
-        """The first kind that the object is of, "" where it is of none."""
+        """The first kind that matches, "" for none."""
         exact = type(item)
         known = self._known.get(id(exact))  # by id, since a metaclass may define __hash__
         if known is None:
@@ -58,9 +58,9 @@ class Kinds:
     def collected(self) -> dict[str, list[Any]]:
         """Every object of these kinds that the collector tracks, by kind.
 
-        A tuple that another thread is just filling may be referred to by nobody else: `tuple()`
-        fails there if it is. So all objects are let go again, but those asked for, before another
-        thread has a turn; what goes through them is C code.
+        `tuple()` fails on another thread if the tuple that it is filling has more than one
+        reference. So all objects but the requested ones are released before another thread runs;
+        only C code goes through them.
         """
         wanted: dict[int, str] = {}
         for kind, base in self._bases.items():
@@ -84,15 +84,14 @@ class Kinds:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Within, no other thread runs Python code, for as long as that takes less than a second.
+    """No other thread runs Python code in the block, as long as it takes less than a second.
 
-    What runs without the interpreter lock goes on; no thread can start it. A thread that waits for
-    the lock asks for it once the switch interval is over: so that is made long, the waits that
-    began before are let end, and the lock is taken anew, from when on all waits count. Nothing
-    within may let go of the lock: no operation of torch, only attributes. A thread that computes in
-    Python alone may have to be waited for, a second at most.
+    Code without the interpreter lock continues, but no thread can start any. A thread that waits
+    for the lock requests it after the switch interval: so the interval is made long, and the sleep
+    lets earlier waits end. The block must not release the lock: no operation of torch, only
+    attributes. A thread that computes in pure Python may delay this by a second at most.
     """
-    # one at a time: of two that overlap, the second would put back what the first had set
+    # one at a time: of two overlapping ones the second would restore the interval of the first
     with _locks.setdefault(os.getpid(), threading.RLock()):
         interval = sys.getswitchinterval()
         sys.setswitchinterval(max(interval, _UNDISTURBED_SECONDS))
@@ -104,7 +103,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
-    """A frame of this thread and its callers, innermost first, at most 64."""
+    """A frame of this thread and its callers, innermost first, 64 at most."""
     for _ in range(_MOST_FRAMES):
         if frame is None:
             return
@@ -113,26 +112,26 @@ def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def variables(frame: FrameType) -> list[tuple[str, Any]]:
-    """Local variables of a frame of this thread or of one that has ended.
+    """Local variables of a frame of this thread, or of an ended one.
 
-    The frame holds no more references afterwards than before, unless a tracer or debugger is at
-    work on this thread: it writes the frame's dict back, so that this is left alone.
+    The frame keeps no additional references, unless a tracer or debugger is active on this thread:
+    that writes the frame's dict back, so the dict is left alone.
     """
     namespace = frame.f_locals
-    found = list(namespace.items())
+    items = list(namespace.items())
     if (
         type(namespace) is dict
         and frame.f_code.co_flags & inspect.CO_OPTIMIZED  # else it is the real namespace
         and sys.gettrace() is None
-        and sys.getrefcount(namespace) == _ONLY_FRAME_AND_US  # nobody's `locals()` result
+        and sys.getrefcount(namespace) == _ONLY_FRAME_AND_US  # not a result of `locals()`
     ):
         namespace.clear()
-    return found
+    return items
 
 
 def is_module_level(frame: FrameType) -> bool:
     """Whether the frame's variables are the global names of its module."""
-    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function: asking would make its dict
+    if frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # a function: f_locals would make its dict
         return False
     return frame.f_locals is frame.f_globals
 
@@ -145,24 +144,24 @@ def frame_title(frame: FrameType) -> str:
 
 
 def instance_dict(item: object) -> dict[str, Any]:
-    """An object's own attributes, {} where it has none; runs no code of its class."""
+    """An object's own attributes, {} if it has none; runs no code of its class."""
     try:
-        found = object.__getattribute__(item, "__dict__")
+        attributes = object.__getattribute__(item, "__dict__")
     except Exception:
         return {}
-    return found if type(found) is dict else {}
+    return attributes if type(attributes) is dict else {}
 
 
 def running_frames() -> list[FrameType]:
-    """Every frame of Python that runs now, on all threads; that of this function is not among them.
+    """All running Python frames of all threads, except that of this function.
 
-    Whoever keeps one of his own frames in a variable keeps himself and all his callers alive.
+    A function that keeps its own frame in a variable keeps itself and all its callers alive.
     """
-    found: list[FrameType] = []
+    frames: list[FrameType] = []
     for ident, frame in sys._current_frames().items():  # noqa: SLF001 - documented, for debuggers
         one = frame.f_back if ident == threading.get_ident() else frame
         while one is not None:
-            found.append(one)
+            frames.append(one)
             one = one.f_back
     frame = None  # type: ignore[assignment]  # it may be this function's own
-    return found
+    return frames

@@ -1,12 +1,12 @@
-"""Which storages another process or library may know the address of.
+"""Records the storages that were shared with another process or library.
 
-An exported storage looks private: `is_shared()` is always true on CUDA, and what went out through
-DLPack stays resizable. So the doors are watched: `_share_cuda_` (CUDA IPC), torch's DLPack
-functions and `__cuda_array_interface__`. What went through one is marked for as long as the storage
-lives, since nobody tells when the other side lets go.
+A storage does not show that it is shared: `is_shared()` is always true on CUDA, and a storage given
+out by DLPack stays resizable. So the functions that share are wrapped: `_share_cuda_` (CUDA IPC),
+torch's DLPack functions and `__cuda_array_interface__`. A storage counts as shared as long as it
+lives, since its release on the other side cannot be observed.
 
-Limits: what was alive before the watch began is unknown; the C exchange interface of DLPack
-(`__dlpack_c_exchange_api__`, torch 2.10) and plain `data_ptr()` tell nobody.
+Limits: storages from before `start` are unknown; the C exchange interface of DLPack
+(`__dlpack_c_exchange_api__`, torch 2.10) and plain `data_ptr()` cannot be observed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _FORGET_EVERY: Final = 1024
 
 
 class SharedStorages:
-    """The doors of one process, watched from `start` to `stop`.
+    """Wraps the sharing functions from `start` to `stop`.
 
     Attributes:
-        calls: how often something went out.
+        calls: number of calls that shared something.
     """
 
     def __init__(self) -> None:
@@ -51,11 +51,11 @@ class SharedStorages:
 
     @property
     def watches(self) -> bool:
-        """Whether the doors are watched now."""
+        """Whether the functions are wrapped now."""
         return bool(self._patches)
 
     def start(self, torch: Any) -> None:
-        """Watch from now on; does nothing where it watches already."""
+        """Wrap the functions; does nothing if they already are."""
         if self._patches or not hasattr(torch, "UntypedStorage"):
             return
         self._torch = torch
@@ -67,7 +67,7 @@ class SharedStorages:
         self._patches.append(_OfClass(torch.Tensor, "__cuda_array_interface__", self._property))
 
     def stop(self) -> None:
-        """Put everything back, and forget."""
+        """Restore the functions, and forget everything."""
         patches, self._patches = self._patches, []
         for patch in reversed(patches):
             patch.revert()
@@ -76,16 +76,16 @@ class SharedStorages:
         self._before, self._began = frozenset(), False
 
     def forget_parent(self) -> None:
-        """In a forked child: what the parent gave out is not here."""
+        """In a forked child: forget what the parent has shared."""
         self._lock = threading.Lock()
         self._out = {}
         self._before, self._began = frozenset(), False
 
     def began(self, segments: Iterable[RawSegment]) -> None:
-        """Say what is allocated now, when the watch begins: of that nothing is known.
+        """Note the memory allocated before `start`, which may be shared.
 
         Args:
-            segments: of a snapshot; () where nothing was allocated yet.
+            segments: of a snapshot; () if nothing was allocated yet.
         """
         self._began = True
         self._before = frozenset(
@@ -96,15 +96,15 @@ class SharedStorages:
         )
 
     def is_out(self, storage: Any) -> bool:
-        """Whether this storage went through one of the doors."""
+        """Whether this storage was shared."""
         with self._lock:
             known = self._out.get(storage._cdata)  # noqa: SLF001 - the identity of a storage
         return known is not None and not known.expired()
 
     def may_be_out(self, device: int, address: int) -> bool:
-        """Whether what is there may have been given out before the watch began.
+        """Whether this memory may have been shared before `start`.
 
-        An address that was given out anew since then counts too: that can not be told apart.
+        An address that was allocated again since then counts too: the two cannot be distinguished.
         """
         return not self._began or (device, address) in self._before
 
@@ -141,11 +141,11 @@ class SharedStorages:
             try:
                 self._note(item)
             except Exception:
-                self._began = False  # something went out and was not noted: nothing is known
+                self._began = False  # something was shared but not noted: all is unknown
 
 
 class _OfClass(Patch):
-    """Of a class that may have the attribute from a base alone: then it has none again."""
+    """For a class that may inherit the attribute: `revert` then deletes its own."""
 
     def __init__(self, owner: Any, name: str, wrap: Callable[[Any], Any]) -> None:
         self._inherited = name not in vars(owner)

@@ -1,8 +1,8 @@
-"""Tensors of every kind -> the storages that hold their bytes.
+"""Finds the storages of tensors of every kind, and tensors inside containers and objects.
 
 Reading a storage's address costs 0.3 us of the caller's thread and touches nothing else. Tensors
-that are several tensors inside (DTensor, jagged, sparse, quantized per channel, other wrappers) are
-taken apart; tensors without a storage (meta, fake, not yet initialised) have none.
+made of several tensors (DTensor, jagged, sparse, quantized per channel, other wrappers) are taken
+apart; meta, fake and uninitialised tensors have no storage.
 """
 
 from __future__ import annotations
@@ -17,19 +17,17 @@ from gpumem_otel.capture.objects.python_objects import instance_dict
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
-# Tensors inside containers and objects, without caring what those are.
-
 MOST_PARTS: Final = 200_000
 _MOST_DEPTH: Final = 6
 
 
 def tensors_in(item: Any, tensor_type: type, most: int = MOST_PARTS) -> Iterator[Any]:
-    """Tensors in containers and in attributes of objects, which are not asked for them.
+    """Tensors in containers and in attributes of objects, without running their code.
 
     Args:
-        item: where to begin.
-        tensor_type: what to look for.
-        most: parts of any kind to look at, the numbers in a list too.
+        item: where to start.
+        tensor_type: type to search for.
+        most: limit for visited parts of any kind, numbers in a list included.
     """
     todo: list[tuple[Any, int]] = [(item, 0)]
     seen: set[int] = set()
@@ -53,16 +51,11 @@ def tensors_in(item: Any, tensor_type: type, most: int = MOST_PARTS) -> Iterator
 
 def _parts_of(item: Any) -> Iterable[Any]:
     if isinstance(item, dict):
-        return list(item.values())  # in one go: another thread may add to it
+        return list(item.values())  # in one step: another thread may add to it
     if isinstance(item, list | tuple | set | frozenset):
         return list(item)
     return list(instance_dict(item).values())
 
-
-# A tensor that is several tensors inside -> its parts by name.
-#
-# The same taking apart as in `storages`, with the names that a report shows and without merging
-# what parts share.
 
 _MOST_PARTS: Final = 256
 _OF_COO: Final = ("_indices", "_values")
@@ -70,9 +63,9 @@ _OF_COMPRESSED: Final = ("crow_indices", "col_indices", "ccol_indices", "row_ind
 
 
 def parts_of(torch: Any, tensor: Any) -> list[tuple[str, Any]]:
-    """(what to add to its name, tensor with one storage) of each part.
+    """(suffix of its name, tensor with one storage) of each part, for reports.
 
-    A wrapper around one tensor (DTensor) adds nothing to the name.
+    A wrapper around one tensor (DTensor) has no suffix. Storages shared by parts are not merged.
 
     Args:
         torch: the module.
@@ -81,24 +74,24 @@ def parts_of(torch: Any, tensor: Any) -> list[tuple[str, Any]]:
     Raises:
         Exception: whatever a subclass raises.
     """
-    found: list[tuple[str, Any]] = []
+    parts: list[tuple[str, Any]] = []
     todo: list[tuple[str, Any]] = [("", tensor)]
-    while todo and len(found) < _MOST_PARTS:
+    while todo and len(parts) < _MOST_PARTS:
         name, part = todo.pop(0)
         inner = _inside(torch, part)
         if not inner:
-            found.append((name, part))
+            parts.append((name, part))
             continue
         if len(inner) == 1 and inner[0][1] is not part:
             todo.insert(0, (name, inner[0][1]))
             continue
-        found += [(name, one) for _, one in inner if one is part]
+        parts += [(name, one) for _, one in inner if one is part]
         todo[:0] = [(f"{name}.{suffix}", one) for suffix, one in inner if one is not part]
-    return found
+    return parts
 
 
 def _inside(torch: Any, part: Any) -> list[tuple[str, Any]]:
-    """(attribute, tensor) of each tensor inside, its own storage as itself; [] for a plain one."""
+    """(attribute, tensor) of each inner tensor, itself for its own storage; [] if it is plain."""
     flatten = getattr(type(part), "__tensor_flatten__", None)
     if flatten is not None:
         inner = [(name.lstrip("_"), getattr(part, name, None)) for name in flatten(part)[0]]
@@ -115,13 +108,13 @@ def _inside(torch: Any, part: Any) -> list[tuple[str, Any]]:
 
 
 def _of_layout(part: Any, names: tuple[str, ...]) -> list[tuple[str, Any]]:
-    found = []
+    inner = []
     for name in names:
         try:
-            found.append((name.lstrip("_"), getattr(part, name)()))
+            inner.append((name.lstrip("_"), getattr(part, name)()))
         except (AttributeError, RuntimeError):  # noqa: PERF203 - each layout has some of them
             continue
-    return found
+    return inner
 
 
 _SPARSE_PARTS = {
@@ -135,7 +128,7 @@ _SPARSE_PARTS = {
 
 
 def storages_of(tensor: Any) -> list[Any]:
-    """The distinct storages of a tensor, each once; [] where it has none. Never raises.
+    """The distinct storages of a tensor; [] if it has none. Never raises.
 
     Args:
         tensor: a `torch.Tensor` or a subclass; anything else gives [].
@@ -156,7 +149,7 @@ def storages_of(tensor: Any) -> list[Any]:
 
 
 def address_of(storage: Any) -> int:
-    """Where a storage begins, 0 where it has no memory. Never raises."""
+    """The address of a storage, 0 if it has no memory. Never raises."""
     try:
         return int(storage.data_ptr())
     except Exception:
@@ -186,15 +179,15 @@ def _collect(torch: Any, tensor: Any, found: dict[int, Any]) -> None:
 
 
 def storage_again(torch: Any, weak: WeakStorage) -> Any | None:
-    """The storage of a weak reference; None where nobody holds it, or torch can not give it."""
+    """The storage of a weak reference; None if it is gone, or torch cannot return it."""
     again = getattr(torch.UntypedStorage, "_new_with_weak_ptr", None)
     return None if again is None or weak.expired() else again(weak.identity)
 
 
 class WeakStorage:
-    """Torch's weak reference to a storage: keeps a few bytes of host memory and no device memory.
+    """Torch's weak reference to a storage; keeps no device memory.
 
-    While it lives, torch gives the storage's identity to no other.
+    While it lives, torch does not reuse the storage's identity.
 
     Args:
         storage: a `torch.UntypedStorage`.
@@ -208,7 +201,7 @@ class WeakStorage:
 
     @classmethod
     def of(cls, storage: Any) -> WeakStorage:
-        """With what its own type says; who makes many takes that from the type once."""
+        """With the functions of its type; for many storages take them from the type once."""
         kind = type(storage)
         return cls(storage, kind._expired, kind._free_weak_ref)  # noqa: SLF001 - as torch.multiprocessing does
 
@@ -220,7 +213,7 @@ class WeakStorage:
         self._free = free
 
     def expired(self) -> bool:
-        """Whether nobody holds the storage any more."""
+        """Whether the storage is gone."""
         return self._expired(self.identity)
 
     def __del__(self) -> None:

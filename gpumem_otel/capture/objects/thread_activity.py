@@ -1,12 +1,11 @@
-"""Whether what autograd keeps may be read now: gradients, and the nodes of its graph.
+"""Decides whether gradients and autograd's graph may be read now, by what other threads run.
 
-Its engine writes `.grad` without the interpreter lock and locks a node while that runs; setting
-`.grad` to None frees the gradient first and forgets its address afterwards. So whoever reads these
-while any other thread is in the midst of work with tensors may read freed memory, and crash the
-job. A thread is taken to be out of it where it waits in the standard library, where it sleeps, or
-where no function on its stack belongs to a module that knows torch. That it sleeps in the kernel
-(`asleep`) is no such sign here: what waits in C, in a function of the job, may go on in C, without
-the interpreter lock, while `.grad` is read; out of the standard library it needs that lock first.
+The engine writes `.grad` without the interpreter lock and locks a node while it runs; setting
+`.grad` to None frees the gradient before its address is cleared. So reading them while another
+thread works with tensors may read freed memory and crash the job. A thread does no such work if it
+waits in the standard library, sleeps, or has no function of a module that uses torch on its stack.
+Sleeping in the kernel is not enough here: C code of the job may continue without the interpreter
+lock while `.grad` is read; the standard library needs the lock to continue.
 """
 
 from __future__ import annotations
@@ -36,42 +35,38 @@ _KNOWS: Final = (ModuleType, FunctionType, type)
 
 
 def read_autograd(torch: Any, read: Callable[[], T]) -> tuple[T | None, str]:
-    """What `read` gives, while no other thread is in the midst of work with tensors.
+    """Call `read` while no other thread works with tensors.
 
     Args:
         torch: the module.
         read: reads attributes of tensors and nodes, and calls no operation of torch.
 
     Returns:
-        Its result and ""; or None and who works, where somebody does at each of a few moments.
+        Its result and ""; or None and a clause about the thread that works at every try.
     """
-    who = ""
+    busy = ""
     for _ in range(_TRIES):
         with undisturbed():
-            who = who_works(torch)
-            if not who:
+            busy = who_works(torch)
+            if not busy:
                 return read(), ""
-    return None, who
+    return None, busy
 
 
 def who_works(torch: Any) -> str:
-    """Who may be writing gradients; "" where nobody is. Call it within `undisturbed`."""
+    """A clause about a thread that may write gradients; "" for none. Within `undisturbed`."""
     task = getattr(torch._C, "_current_graph_task_id", None)  # noqa: SLF001
     if task is not None and task() != -1:
         return "backward runs"
     own = threading.get_ident()
     stacks = sys._current_frames()  # noqa: SLF001 - documented, for debuggers
-    stacks.pop(own, None)  # of this very function, which must not keep itself alive
-    found = ""
+    stacks.pop(own, None)  # this function must not keep its own frame alive
     ours = copying_threads()
-    for ident, frame in stacks.items():
-        if ident not in ours:
-            found = found or work_of(frame)
-    return found
+    return next((work for i, f in stacks.items() if i not in ours and (work := work_of(f))), "")
 
 
 def work_of(innermost: FrameType) -> str:
-    """What a thread with this innermost frame does with tensors, "" where it does nothing."""
+    """A clause about the work with tensors of a thread with this innermost frame, "" for none."""
     frame: FrameType | None = innermost
     knows_torch = False
     while frame is not None:
@@ -86,10 +81,10 @@ def work_of(innermost: FrameType) -> str:
 
 
 def may_wait(innermost: FrameType) -> bool:
-    """Whether a thread that is at work by `work_of` may as well wait, in a function of the job.
+    """Whether a thread that works according to `work_of` may be waiting in a function of the job.
 
-    In a function of torch it may sleep until a device is done; and backward's own threads run while
-    the one that called it sleeps.
+    False in a function of torch, where it may wait for a device, and in backward, whose own threads
+    run while the caller sleeps.
     """
     frame: FrameType | None = innermost
     while frame is not None:

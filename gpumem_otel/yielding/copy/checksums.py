@@ -1,10 +1,10 @@
-"""Checksums of storages, made on the device: exact sums in arithmetic that wraps at 64 bits.
+"""Checksums of storages, computed on the device with integer sums that wrap at 64 bits.
 
-Of each slice the sum of its words, and the sum of words times odd weights that rise with the
-position: a changed word changes the first, words that changed places the second. A slice is small,
-so that a full device still has room for what the sums need.
+For each slice: the sum of its words, and the sum of its words times odd weights that rise with the
+position. A changed word changes the first sum, swapped words change the second. Slices are small,
+so that the working memory fits on a full device.
 
-Limits: two changes may cancel out; this finds copies that went wrong, not somebody's forgery.
+Limits: two changes may cancel out; this detects faulty copies, not forgeries.
 """
 
 from __future__ import annotations
@@ -21,12 +21,7 @@ _MASK: Final = (1 << 64) - 1
 
 
 def checksums(torch: Any, views: Sequence[Any]) -> list[int]:
-    """One number for each.
-
-    Args:
-        torch: the module.
-        views: tensors of bytes on one device.
-    """
+    """One checksum for each byte tensor; all are on one device."""
     counts = [-(-view.numel() // (_SLICE_WORDS * _WORD)) for view in views]
     if not sum(counts):
         return [0] * len(views)
@@ -45,18 +40,18 @@ def checksums(torch: Any, views: Sequence[Any]) -> list[int]:
             sums[1, at] = torch.mul(words, weights[:length], out=room[:length]).sum()
             at += 1
     plain, weighted = sums.tolist()
-    found, at = [], 0
+    results, at = [], 0
     for view, count in zip(views, counts, strict=True):
         value = view.numel()
-        for one, other in zip(plain[at : at + count], weighted[at : at + count], strict=True):
-            value = ((value * _MIX + one) * _MIX + other) & _MASK
-        found.append(value)
+        for first, second in zip(plain[at : at + count], weighted[at : at + count], strict=True):
+            value = ((value * _MIX + first) * _MIX + second) & _MASK
+        results.append(value)
         at += count
-    return found
+    return results
 
 
 def _words(torch: Any, part: Any) -> Any:
-    """As words of 8 bytes; a tail is filled up with zeros."""
+    """As 8-byte words; the last is padded with zeros."""
     tail = part.numel() % _WORD
     if not tail:
         return part.view(torch.int64)

@@ -1,15 +1,16 @@
-"""What moving memory needs of a device, and nothing else: the only door to torch of this room.
+"""The device operations that moving memory needs; in this folder only this file uses torch's API.
 
-`CpuDevices` does it all with storages in host memory, so that everything above is proved without a
-GPU; `CudaDevices` is the real thing. Both are called at a safe point alone, by the one thread that
-moves memory; `register` and `unregister` by threads of the pool that has it pinned.
+`CpuDevices` works on storages in host memory, so that tests need no GPU; `CudaDevices` is for GPUs.
+Both are called only at a safe point, by the one thread that moves memory; `register` and
+`unregister` by the pool's pinning threads.
 """
 
+# ruff: noqa: D102 - `CpuDevices` documents the methods of `CudaDevices`
 from __future__ import annotations
 
 import ctypes
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -21,63 +22,43 @@ _STREAMS: Final = 2
 
 
 class StreamMark(Protocol):
-    """A moment in a lane's work."""
+    """A point in a lane's work."""
 
     def wait(self) -> None:
-        """Return once everything that was asked of the lane before it is done."""
+        """Return once all copies requested before the mark are done."""
         ...
 
 
 class Lane(Protocol):
-    """Copies of one device, asynchronous; in order between two marks, in any order across one."""
+    """Asynchronous copies of one device: ordered between two marks, unordered across a mark."""
 
     def copy(self, to: Any, source: Any) -> None:
-        """Copy one tensor of bytes into another of the same length, from the next `mark` on."""
+        """Request a copy between two byte tensors of equal length; the next `mark` starts it."""
         ...
 
     def zero(self, to: Any) -> None:
-        """Begin to fill a tensor of bytes with zeros."""
+        """Start filling a byte tensor with zeros."""
         ...
 
     def mark(self) -> StreamMark:
-        """Begin what was asked for since the last mark, and the moment after it. On any thread."""
+        """Start all copies requested since the last mark. On any thread."""
         ...
 
     def after(self, stream: int) -> None:
-        """What was not begun yet waits for the work that a stream (raw handle) has now.
+        """Copies not started yet wait for the current work of a stream (raw handle).
 
-        A block is free for reuse in the order of its own stream alone: its last user may still run.
+        A freed block is safe to reuse only in the order of its own stream: its last user may still
+        run there.
         """
         ...
 
 
-class Devices(Protocol):
-    """See `CpuDevices`, which says what each of them does."""
-
-    torch: Any
-    at_rest: Callable[[Collection[int]], AbstractContextManager[None]]
-    on: Callable[[int], AbstractContextManager[None]]
-    synchronize: Callable[[int], None]
-    lane: Callable[[int], Lane]
-    allocating: Callable[[int, int], AbstractContextManager[None]]
-    empty_cache: Callable[[], None]
-    free_bytes: Callable[[int], int]
-    uuid: Callable[[int], str]
-    is_short_of_memory: Callable[[BaseException], bool]
-    bytes_of: Callable[[Any, int], Any]
-    host_bytes: Callable[[int, int], Any]
-    use: Callable[[int], None]
-    register: Callable[[int, int, int], str]
-    unregister: Callable[[int], None]
-
-
 class CpuDevices:
-    """Storages in host memory: every copy is done when it returns.
+    """Storages in host memory: `mark` returns when the copies are done.
 
     Args:
-        torch: the module.
-        free: says how many bytes a device has free; None for plenty.
-        pin: stands for the driver's pinning: address and bytes -> "" or why not.
+        free: free bytes of a device; None for no limit.
+        pin: replaces the driver's pinning: (address, bytes) -> "" or the reason of a failure.
     """
 
     def __init__(
@@ -93,10 +74,10 @@ class CpuDevices:
 
     @contextmanager
     def at_rest(self, used: Collection[int]) -> Iterator[None]:
-        """No mode of the caller (gradients, inference, functions) sees or changes what we do.
+        """Shield our operations from the caller's modes (gradients, inference, torch functions).
 
-        Its thread may have no device yet: whatever it switches to, it goes back to one of those in
-        use, else a context would appear on the first device, where the job may have none.
+        The thread may have no current device yet. It is set to one of those in use, so that leaving
+        another device never creates a context on device 0, where the job may have none.
         """
         torch = self.torch
         with ExitStack() as stack:
@@ -110,58 +91,59 @@ class CpuDevices:
             yield
 
     def on(self, device: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Within, the thread's device is this one."""
+        """Make this the thread's current device."""
         return nullcontext()
 
     def synchronize(self, device: int) -> None:
         """Wait for all work of a device."""
 
     def lane(self, device: int) -> Lane:  # noqa: ARG002
-        """Where copies of a device are asked for; one for each piece of work."""
+        """A new lane for copies of a device."""
         return _Immediate()
 
     def allocating(self, device: int, stream: int) -> AbstractContextManager[None]:  # noqa: ARG002
-        """Within, memory is allocated and freed on this device, for this stream (raw handle)."""
+        """Allocate and free on this device and stream (raw handle)."""
         return nullcontext()
 
     def empty_cache(self) -> None:
-        """Give what the allocator holds for nobody back to the device."""
+        """Give the allocator's cached memory back to the device."""
 
     def free_bytes(self, device: int) -> int:
-        """What the device has free for anybody."""
+        """Free memory of the device."""
         return self._free(device) if self._free is not None else 1 << 62
 
     def uuid(self, device: int) -> str:
-        """Names the device on this machine."""
+        """An identifier of the device on this machine."""
         return f"CPU-{device}"
 
     def is_short_of_memory(self, error: BaseException) -> bool:
-        """Whether an allocation failed since the device had no room."""
+        """Whether an allocation failed because the device was full."""
         return isinstance(error, MemoryError) or "can't allocate memory" in str(error)
 
     def bytes_of(self, storage: Any, device: int) -> Any:  # noqa: ARG002
-        """A tensor of bytes over a storage: another view, of which the job's tensors see nothing.
-
-        Its version counter is its own.
-        """
+        """A byte tensor over a storage, with a version counter of its own."""
         torch = self.torch
         view = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return view.set_(storage, 0, (storage.nbytes(),), (1,))
 
     def host_bytes(self, address: int, size_bytes: int) -> Any:
-        """A tensor over host memory of ours, which must outlive it."""
+        """A tensor over host memory of ours, which must outlive the tensor."""
         array = (ctypes.c_char * size_bytes).from_address(address)
         return self.torch.frombuffer(array, dtype=self.torch.uint8)
 
     def use(self, device: int) -> None:
-        """A thread of ours is for this device: with none it would make a context on the first."""
+        """Set the device of a thread of ours, which else would create a context on device 0."""
 
     def register(self, address: int, size_bytes: int, device: int) -> str:  # noqa: ARG002
-        """Pin host memory; "" where it is, else why it is not."""
+        """Pin host memory; "" for success, else the reason."""
         return self._pin(address, size_bytes) if self._pin is not None else ""
 
     def unregister(self, address: int) -> None:
         """Undo `register`."""
+
+
+Devices: TypeAlias = CpuDevices
+"""Either of the two."""
 
 
 class CudaDevices(CpuDevices):
@@ -177,16 +159,13 @@ class CudaDevices(CpuDevices):
         self._streams: dict[int, tuple[Any, ...]] = {}
 
     def on(self, device: int) -> AbstractContextManager[None]:
-        """See `CpuDevices`."""
-        found: AbstractContextManager[None] = self.torch.cuda.device(device)
-        return found
+        current: AbstractContextManager[None] = self.torch.cuda.device(device)
+        return current
 
     def synchronize(self, device: int) -> None:
-        """See `CpuDevices`."""
         self.torch.cuda.synchronize(device)
 
     def lane(self, device: int) -> Lane:
-        """See `CpuDevices`."""
         cuda = self.torch.cuda
         streams = self._streams.get(device)
         if streams is None:
@@ -196,7 +175,6 @@ class CudaDevices(CpuDevices):
 
     @contextmanager
     def allocating(self, device: int, stream: int) -> Iterator[None]:
-        """See `CpuDevices`."""
         cuda = self.torch.cuda
         with cuda.device(device), cuda.stream(self._stream(device, stream)):
             yield
@@ -208,39 +186,34 @@ class CudaDevices(CpuDevices):
         return cuda.default_stream(device)
 
     def empty_cache(self) -> None:
-        """See `CpuDevices`."""
         self.torch.cuda.empty_cache()
 
     def free_bytes(self, device: int) -> int:
-        """See `CpuDevices`."""
         return int(self.torch.cuda.mem_get_info(device)[0])
 
     def uuid(self, device: int) -> str:
-        """See `CpuDevices`; `GPU-` and the UUID, or the name and index before torch 2.4."""
-        found = self.torch.cuda.get_device_properties(device)
-        uuid = getattr(found, "uuid", None)
-        return f"GPU-{uuid}" if uuid is not None else f"{found.name.replace(' ', '-')}-{device}"
+        # before torch 2.4 the name and index
+        properties = self.torch.cuda.get_device_properties(device)
+        uuid = getattr(properties, "uuid", None)
+        name = properties.name.replace(" ", "-")
+        return f"GPU-{uuid}" if uuid is not None else f"{name}-{device}"
 
     def is_short_of_memory(self, error: BaseException) -> bool:
-        """See `CpuDevices`."""
         return isinstance(error, self.torch.cuda.OutOfMemoryError)
 
     def use(self, device: int) -> None:
-        """See `CpuDevices`."""
         self.torch.cuda.set_device(device)
 
     def register(self, address: int, size_bytes: int, device: int) -> str:  # noqa: ARG002
-        """See `CpuDevices`."""
         code = int(self._cudart.cudaHostRegister(address, size_bytes, _PORTABLE))
-        return "" if code == 0 else f"cudaHostRegister says {code}"
+        return "" if code == 0 else f"cudaHostRegister returned {code}"
 
     def unregister(self, address: int) -> None:
-        """See `CpuDevices`."""
         self._cudart.cudaHostUnregister(address)
 
 
 class _Immediate:
-    """A lane of copies that are done at once."""
+    """A lane whose copies are done by `mark`."""
 
     def __init__(self) -> None:
         self._asked: list[tuple[Any, Any]] = []
@@ -259,23 +232,25 @@ class _Immediate:
         return self
 
     def after(self, stream: int) -> None:
-        """All work is done."""
+        pass
 
     def wait(self) -> None:
-        """Nothing is under way."""
+        pass
 
 
 class _Streams:
-    """A lane over several streams of ours, each in its turn from mark to mark.
+    """A lane over several streams of ours, switched at each mark.
 
-    One call of torch begins many copies: it costs 5 us for each of them instead of 100, and lets go
-    of the interpreter lock.
+    One call of torch starts many copies: it costs 5 us per copy instead of 100, and releases the
+    interpreter lock.
     """
 
-    def __init__(self, torch: Any, streams: tuple[Any, ...], found: Callable[[int], Any]) -> None:
+    def __init__(
+        self, torch: Any, streams: tuple[Any, ...], stream_of: Callable[[int], Any]
+    ) -> None:
         self._torch = torch
         self._streams = streams
-        self._found = found
+        self._stream_of = stream_of
         self._known: dict[int, Any] = {}
         self._turn = 0
         self._to: list[Any] = []
@@ -304,8 +279,8 @@ class _Streams:
     def after(self, stream: int) -> None:
         other = self._known.get(stream)
         if other is None:
-            other = self._known[stream] = self._found(stream)
-        if other.query():  # as at any safe point: cheaper than an event
+            other = self._known[stream] = self._stream_of(stream)
+        if other.query():  # idle, as usual at a safe point: cheaper than an event
             return
         event = self._torch.cuda.Event()
         event.record(other)

@@ -1,7 +1,7 @@
-"""A file on fast local storage that has no name: 0600, unlinked from the start.
+"""An unnamed file on fast local storage (mode 0600, unlinked from the start).
 
-A crash leaves nothing. Written and read past the page cache where the file system lets us
-(`O_DIRECT`), since its pages count as memory of the very cgroup that is short of it.
+A crash leaves nothing behind. Reads and writes bypass the page cache where the file system allows
+it (`O_DIRECT`), since its pages count as memory of the cgroup that is short of memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
-from gpumem_otel.yielding.copy.gc_control import tell_in_child
+from gpumem_otel.yielding.copy.gc_control import register_after_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,15 +28,15 @@ _IN_MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
 
 
 class DiskFile:
-    """Room on disk for so many bytes, taken at once.
+    """Disk space of a given size, allocated at once.
 
     Args:
-        folder: where.
-        size_bytes: how much.
-        margin_bytes: leave so much free for others.
+        folder: for the file.
+        size_bytes: to allocate.
+        margin_bytes: must stay free on the file system.
 
     Raises:
-        YieldRefusedError: the folder can not be written, has no such room, or is memory itself.
+        YieldRefusedError: the folder is not writable, too small, or in memory.
     """
 
     def __init__(self, folder: str, size_bytes: int, margin_bytes: int = _MARGIN) -> None:
@@ -44,19 +44,19 @@ class DiskFile:
             kind = _file_system(folder)
             if kind in _IN_MEMORY:
                 raise YieldRefusedError(
-                    f"disk: {folder} is a {kind}: its files are host memory; give a folder on disk"
+                    f"disk: {folder} is a {kind}, which is host memory; give a folder on disk"
                 )
             status = os.statvfs(folder)
             free = status.f_bavail * status.f_frsize
             if free < size_bytes + margin_bytes:
                 raise YieldRefusedError(
-                    f"disk: {folder} has {_mib(free)} MiB free, and {_mib(size_bytes)} are needed "
-                    f"with {_mib(margin_bytes)} to spare; give another folder or yield less"
+                    f"disk: {folder} has {_mib(free)} MiB free, {_mib(size_bytes)} and a margin of "
+                    f"{_mib(margin_bytes)} are needed; give another folder or yield less"
                 )
             self._file = _unnamed(folder)
         except OSError as error:
             raise YieldRefusedError(f"disk: {folder}: {error}; give another folder") from error
-        tell_in_child(self)
+        register_after_fork(self)
         self.size_bytes = size_bytes
         try:
             os.posix_fallocate(self._file, 0, max(size_bytes, 1))
@@ -69,10 +69,10 @@ class DiskFile:
         self._set_direct(on=True)
 
     def write(self, offset: int, data: memoryview) -> None:
-        """All of the data at an offset; both multiples of `DISK_BLOCK`.
+        """Write all data at an offset; both multiples of `DISK_BLOCK`.
 
         Raises:
-            YieldRefusedError: it could not be written.
+            YieldRefusedError: writing failed.
         """
         try:
             self._whole(lambda at: os.pwrite(self._file, data[at:], offset + at), len(data))
@@ -83,23 +83,23 @@ class DiskFile:
         """Fill the data from an offset; both multiples of `DISK_BLOCK`.
 
         Raises:
-            YieldFailedError: it could not be read.
+            YieldFailedError: reading failed.
         """
         try:
             self._whole(lambda at: os.preadv(self._file, [data[at:]], offset + at), len(data))
         except OSError as error:
             raise YieldFailedError(
-                f"disk: reading back failed: {error}; what the file holds stays there, try again"
+                f"disk: reading back failed: {error}; the file is kept, try again"
             ) from error
 
     def close(self) -> None:
-        """The room is free again."""
+        """Free the disk space."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
     def forget_parent(self) -> None:
-        """In a forked child, which would keep the room taken as long as it lives."""
+        """In a forked child, which would keep the space allocated as long as it lives."""
         self.close()
 
     def _whole(self, move: Callable[[int], int], size: int) -> None:
@@ -109,7 +109,7 @@ class DiskFile:
                 moved = move(at)
             except OSError as error:
                 if error.errno == errno.EINVAL and self._direct:
-                    self._set_direct(on=False)  # another block size than ours
+                    self._set_direct(on=False)  # a different block size
                     continue
                 raise
             if moved <= 0:
@@ -122,13 +122,13 @@ class DiskFile:
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
         wanted = flags | os.O_DIRECT if on else flags & ~os.O_DIRECT
         self._direct = False
-        with contextlib.suppress(OSError):  # a file system in memory
+        with contextlib.suppress(OSError):  # not supported, as in memory
             fcntl.fcntl(self._file, fcntl.F_SETFL, wanted)
             self._direct = on
 
 
 def _file_system(folder: str) -> str:
-    """What a folder lies on, "" where that is not known: `/proc/self/mountinfo`, see proc(5)."""
+    """The file system type of a folder by `/proc/self/mountinfo`, "" if unknown; see proc(5)."""
     device = Path(folder).stat().st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     with contextlib.suppress(OSError):
@@ -140,7 +140,7 @@ def _file_system(folder: str) -> str:
 
 
 def _unnamed(folder: str) -> int:
-    with contextlib.suppress(OSError):  # a file system without it
+    with contextlib.suppress(OSError):  # not supported here
         return os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     file, path = tempfile.mkstemp(prefix=".gpumem-", dir=folder)
     os.unlink(path)  # noqa: PTH108

@@ -1,8 +1,8 @@
-"""Keeps the garbage collector out of the way of a yield.
+"""Pauses the garbage collector during a yield, and resets state in forked children.
 
-A collection runs on whichever thread happens to allocate, ours too. While memory is moved it would
-hold the copies up. While the driver holds the process a tensor that it frees goes to the allocator,
-whose mutex a thread stopped by the driver may have: all Python would stand still.
+A collection runs on any thread that allocates, ours included. While memory is moved it would delay
+the copies. While the driver has the process locked, a tensor that it frees goes to the allocator,
+whose mutex may belong to a thread that the driver stopped: all Python threads would block.
 """
 
 from __future__ import annotations
@@ -16,43 +16,40 @@ from typing import TYPE_CHECKING, Final, Protocol
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-# What a forked child has to be told: nothing that it inherited of a yield is its own.
-
 
 class Inherited(Protocol):
-    """Holds what belongs to one process alone."""
+    """Holds what belongs to one process only."""
 
     def forget_parent(self) -> None:
-        """Called in a forked child: let go of it, touching nothing of the parent's."""
+        """Called in a forked child: drop it, touching nothing of the parent's."""
         ...
 
 
-_known: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
+_registered: Final[weakref.WeakSet[Inherited]] = weakref.WeakSet()
 _hooked: Final[list[bool]] = []
 
 
-def tell_in_child(one: Inherited) -> None:
-    """Have it told in every child forked from now on, for as long as it lives."""
-    _known.add(one)
+def register_after_fork(holder: Inherited) -> None:
+    """Call `forget_parent` in every child forked from now on, as long as the holder lives."""
+    _registered.add(holder)
     if not _hooked:
         _hooked.append(True)
-        os.register_at_fork(after_in_child=_tell_all)
+        os.register_at_fork(after_in_child=_forget_all)
 
 
-def _tell_all() -> None:
-    for one in list(_known):
-        one.forget_parent()
+def _forget_all() -> None:
+    for holder in list(_registered):
+        holder.forget_parent()
 
 
 class _Collector:
-    """Whether the collector is off for us; a child that is forked meanwhile has it on again."""
+    """Whether we have turned the collector off; a child forked meanwhile turns it on again."""
 
     def __init__(self) -> None:
         self.off = False
-        tell_in_child(self)
+        register_after_fork(self)
 
     def forget_parent(self) -> None:
-        """See `inchild`."""
         if self.off:
             self.off = False
             gc.enable()
@@ -63,34 +60,34 @@ _collector: Final[list[_Collector]] = []
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Within, no collection begins by itself: one of a job's 300,000 objects takes 0.2 s.
+    """No automatic collection in the block: one over a job's 300,000 objects takes 0.2 s.
 
-    Only while the job's thread stands still and its memory is looked for or moved, never while a
-    safe point, host memory or room on a device is waited for. By one thread at a time.
+    Used only while the job's thread is stopped and its memory is scanned or moved, never while
+    waiting for a safe point, host memory or device memory. One thread at a time.
     """
     if not _collector:
         _collector.append(_Collector())
-    one = _collector[0]
-    if one.off or not gc.isenabled():
+    collector = _collector[0]
+    if collector.off or not gc.isenabled():
         yield
         return
     try:
-        one.off = True
+        collector.off = True
         gc.disable()
         yield
     finally:
-        if one.off:
-            one.off = False
+        if collector.off:
+            collector.off = False
             gc.enable()
 
 
 class HeldGarbage:
-    """What is there now is no more collected, until it is let go.
+    """Excludes the objects that exist at `hold` from collection, until `let_go`.
 
-    Objects made meanwhile are collected as ever; none of them can be a tensor on a device. Where
-    the job keeps objects from being collected itself (`gc.freeze`), nothing is done, since they
-    could not be told apart afterwards: a lease is the way out then. Where it does so meanwhile (a
-    server before it forks), all stays as it asked for.
+    Objects made afterwards are collected as usual; none of them can be a tensor on a device. If the
+    job has frozen objects itself (`gc.freeze`), this does nothing, since they cannot be
+    distinguished afterwards: a lease still ends the yield then. If the job freezes objects
+    meanwhile (a server before it forks), everything stays frozen as the job asked.
     """
 
     def __init__(self) -> None:
@@ -98,16 +95,16 @@ class HeldGarbage:
         self._count = 0
 
     def hold(self) -> None:
-        """Takes some milliseconds for a million objects: they are counted."""
+        """Freeze all objects; takes some milliseconds per million, since they are counted."""
         if not self._held and not gc.get_freeze_count():
             gc.freeze()
             self._held = True
             self._count = gc.get_freeze_count()
 
     def let_go(self) -> None:
-        """To the collector again, as objects that have been there for long."""
+        """Return the objects to the collector, in its oldest generation."""
         if self._held:
             self._held = False
-            # it can only become less by itself: more of them were added by the job
+            # the count shrinks by itself; if it has grown, the job has frozen more objects
             if gc.get_freeze_count() <= self._count:
                 gc.unfreeze()

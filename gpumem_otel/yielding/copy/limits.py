@@ -1,4 +1,4 @@
-"""How much host memory this process can still take: the tightest of its cgroups and the machine.
+"""How much host memory this process can still take: the least of its cgroups and the machine.
 
 Formats: `Documentation/admin-guide/cgroup-v2.rst` and `cgroup-v1/memory.rst` of Linux, proc(5).
 """
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _UNLIMITED: Final = 1 << 60
-"""Version 1 writes a number near 2**63 for none."""
+"""cgroup version 1 writes a number near 2**63 for no limit."""
 _MARGIN_BYTES: Final = 1 << 30
 _MARGIN_SHARE: Final = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The text of one cgroup's files, "" for what is not there.
+    """The text of one cgroup's files, "" for a missing file.
 
     Attributes:
         name: its path, for messages.
         limit: `memory.max` or `memory.limit_in_bytes`.
-        high: `memory.high`, from which on the kernel slows a process down to a crawl.
+        high: `memory.high`, above which the kernel slows the process down drastically.
         usage: `memory.current` or `memory.usage_in_bytes`.
         stat: `memory.stat`.
     """
@@ -39,10 +39,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """What can be taken, the margin left out.
+    """Host memory that can be taken, without the margin.
 
     Attributes:
-        by: what sets it, for messages.
+        by: what limits it, for messages.
     """
 
     free_bytes: int
@@ -50,51 +50,46 @@ class HostRoom:
 
 
 def room(meminfo: str, groups: Iterable[Group], margin_bytes: int | None = None) -> HostRoom:
-    """Of the contents of files.
+    """The host memory that can be taken, from the contents of files.
 
-    A group's page cache that nobody uses (`inactive_file`) gives way, as kubelet reckons too; the
-    kernel reckons the same for the machine in `MemAvailable`.
+    Unused page cache of a group (`inactive_file`) counts as free, as in kubelet; `MemAvailable`
+    does the same for the machine.
 
     Args:
         meminfo: `/proc/meminfo`.
-        groups: this process's cgroups and those above.
-        margin_bytes: left to others; None for 1 GiB or 2 % of each limit, the larger.
+        groups: this process's cgroups and their parents.
+        margin_bytes: left to other processes; None for the larger of 1 GiB and 2 % of a limit.
     """
     fields = _fields(meminfo)
-    found: list[HostRoom] = []
+    rooms: list[HostRoom] = []
     if "MemAvailable" in fields:
         free, total = fields["MemAvailable"] * 1024, fields.get("MemTotal", 0) * 1024
-        found.append(HostRoom(free - _margin(total, margin_bytes), "the machine"))
+        rooms.append(HostRoom(free - _margin(total, margin_bytes), "the machine"))
     for group in groups:
         limits = [_number(text) for text in (group.limit, group.high)]
-        limit = min((one for one in limits if one is not None), default=_UNLIMITED)
+        limit = min((number for number in limits if number is not None), default=_UNLIMITED)
         usage = _number(group.usage)
         if usage is None or limit >= _UNLIMITED:
             continue
         stat = _fields(group.stat)
         idle = stat.get("total_inactive_file", stat.get("inactive_file", 0))
         free = limit - max(usage - idle, 0) - _margin(limit, margin_bytes)
-        found.append(HostRoom(free, f"cgroup {group.name}"))
-    if not found:
+        rooms.append(HostRoom(free, f"cgroup {group.name}"))
+    if not rooms:
         return HostRoom(0, "no /proc/meminfo")
-    least = min(found, key=lambda one: one.free_bytes)
+    least = min(rooms, key=lambda room: room.free_bytes)
     return HostRoom(max(least.free_bytes, 0), least.by)
 
 
 def read_room(margin_bytes: int | None = None, root: str = "/") -> HostRoom:
-    """`room` of this process now.
-
-    Args:
-        margin_bytes: see `room`.
-        root: of the file system, for tests.
-    """
+    """`room` of this process now; `root` is that of the file system, for tests."""
     base = Path(root)
     meminfo = _read(base / "proc/meminfo")
     return room(meminfo, _groups(base), margin_bytes)
 
 
 def _groups(base: Path) -> list[Group]:
-    found: dict[str, Group] = {}
+    groups: dict[str, Group] = {}
     for line in _read(base / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -106,7 +101,7 @@ def _groups(base: Path) -> list[Group]:
         else:
             continue
         parts = [part for part in path.split("/") if part not in {"", ".."}]
-        # from the inside the path may be that of the host, and not be there: the top is always
+        # in a container the path may be the host's and not exist; the top always does
         for depth in range(len(parts), -1, -1):
             folder = top.joinpath(*parts[:depth])
             limit = _read(folder / names[0])
@@ -115,8 +110,8 @@ def _groups(base: Path) -> list[Group]:
                 usage, stat, high = (
                     _read(folder / file) for file in (names[1], "memory.stat", "memory.high")
                 )
-                found[str(folder)] = Group(name, limit, usage, stat, high)
-    return list(found.values())
+                groups[str(folder)] = Group(name, limit, usage, stat, high)
+    return list(groups.values())
 
 
 def _margin(of_bytes: int, margin_bytes: int | None) -> int:
@@ -126,13 +121,13 @@ def _margin(of_bytes: int, margin_bytes: int | None) -> int:
 
 
 def _fields(text: str) -> dict[str, int]:
-    """`name value`, or `name: value kB`."""
-    found = {}
+    """Parse lines of `name value` or `name: value kB`."""
+    values = {}
     for line in text.splitlines():
         parts = line.replace(":", " ").split()
         if len(parts) >= 2 and parts[1].isdigit():  # noqa: PLR2004
-            found[parts[0]] = int(parts[1])
-    return found
+            values[parts[0]] = int(parts[1])
+    return values
 
 
 def _number(text: str) -> int | None:

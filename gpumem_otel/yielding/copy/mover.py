@@ -1,7 +1,7 @@
-"""Bytes of storages to where they are kept and back, in large pieces, many under way at once.
+"""Copies the bytes of storages to their places and back, many pieces at once.
 
-Pinned memory is copied to and from directly. What is pageable or on disk goes through a ring of
-pinned buffers (`staging`).
+Pinned memory is copied directly; pageable memory and disk go through a ring of pinned buffers
+(`staging.py`).
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ _log = named_logger("gpumem_otel.yielding")
 
 _MARK_BYTES: Final = 64 << 20
 _MARK_COPIES: Final = 256
-"""A mark follows so many bytes or copies: until then they are only asked for."""
+"""A mark follows this many bytes or copies: only then do they start."""
 _TRIES: Final = 3
-"""To end what is under way: a second interrupt, an error of another copy."""
+"""To end copies in progress, despite a second interrupt or an error of another copy."""
 _AHEAD_BYTES: Final = 8 << 30
-"""Under way at once, by device: 0.16 s, in which many small copies can be asked."""
+"""In progress per device at most: 0.16 s, enough time to request many small copies."""
 
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """A range of the pool's line."""
+    """A range of the host memory pool."""
 
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """A range of a file, whole blocks of it."""
+    """A range of whole blocks of a file."""
 
     file: DiskFile
     offset: int
@@ -50,12 +50,12 @@ class OnDisk:
 
 @dataclass(frozen=True, slots=True)
 class CopyPart:
-    """A storage's bytes and where they are kept.
+    """A storage's bytes and their place.
 
     Attributes:
-        bytes: a tensor of bytes over the storage.
-        place: None: nowhere, they become zeros.
-        stream: of its block (raw handle), whose work comes first; on the way back.
+        bytes: a byte tensor over the storage.
+        place: None if discarded: they become zeros.
+        stream: of its block (raw handle); on the way back copies wait for its work.
     """
 
     device: int
@@ -66,12 +66,12 @@ class CopyPart:
 
 
 class Mover:
-    """One run of copies; then `close`, which `with` does as well.
+    """One run of copies, then `close`; also a context manager.
 
     Args:
-        devices: does them.
-        pool: whose line `InMemory` means.
-        staging: makes the ring for a device where it is needed.
+        devices: makes the copies.
+        pool: of the places `InMemory`.
+        staging: makes the ring for a device when it is needed.
 
     Attributes:
         waited: a copy had to wait until its host memory was ready.
@@ -86,121 +86,105 @@ class Mover:
     ) -> None:
         self._devices = devices
         self._pool = pool
-        self._progress: Callable[[int, int], None] = nobody
+        self._progress: Callable[[int, int], None] = no_progress
         self._stop: Callable[[], bool] = never
         self._total = 0
         self._done = 0
         self._lanes: dict[int, _Tracked] = {}
         self._make_staging = staging
         self._staging: Staging | None = None
-        self._send = self._send_out
+        self._outward = True
         self._batch: _Batch | None = None
-        self._held = False
         self.waited = False
 
-    def tell(
+    def observe(
         self,
         progress: Callable[[int, int], None],
         stop: Callable[[], bool],
         total_bytes: int,
     ) -> None:
-        """Who wants to know.
+        """Set the callbacks of the run.
 
         Args:
-            progress: told (bytes done, of so many).
-            stop: asked between copies; True ends the run with an error.
+            progress: called with (bytes done, total bytes).
+            stop: called between copies; True ends the run with an error.
             total_bytes: of the run.
         """
         self._progress, self._stop, self._total = progress, stop, total_bytes
 
     def out(self, parts: Iterable[CopyPart]) -> None:
-        """From the devices; returns when all of it is kept.
+        """Copy from the devices; returns when all is stored.
 
         Raises:
-            YieldRefusedError: stopped, or a place failed; what was copied counts for nothing.
+            YieldRefusedError: stopped, or a place failed; the copies are worthless.
         """
-        self._ask_out(parts)
+        self._request(parts, outward=True)
         self._finish()
 
     def plan_out(self, parts: Iterable[CopyPart]) -> None:
-        """Have these copied out by `begin`; all of them are kept in pinned memory that is ready."""
-        self._held = True
-        self._ask_out(parts)
+        """Request copies to pinned memory that is ready; `begin` starts them."""
+        self._request(parts, outward=True, held=True)
 
     def begin(self) -> None:
-        """Begin what was planned: one call of torch, without the interpreter lock; on any thread.
-
-        What comes next goes on from there.
-        """
-        self._held = False
+        """Start the planned copies: one call of torch, without the interpreter lock; any thread."""
         for lane in self._lanes.values():
             lane.begin()
 
-    def _ask_out(self, parts: Iterable[CopyPart]) -> None:
-        self._send = self._send_out
-        for part in parts:
-            lane = self._lane(part.device)
-            if isinstance(part.place, InMemory):
-                for start, size, piece, at in self._spans(part, part.place):
-                    self._check()
-                    self.waited = self.waited or not piece.ready.is_set()
-                    self._pool.wait_for(piece)
-                    source = part.bytes[start : start + size]
-                    if piece.pinned:
-                        lane.copy(piece.bytes[at : at + size], source, size, held=self._held)
-                    else:
-                        self._gather(lane, source, size, piece, at)
-            elif isinstance(part.place, OnDisk):
-                self._gather(lane, part.bytes, part.size_bytes, part.place.file, part.place.offset)
-
     def back(self, parts: Iterable[CopyPart]) -> None:
-        """To the devices; returns when all of it is there.
+        """Copy to the devices; returns when all is there.
 
         Raises:
             YieldRefusedError: stopped.
-            YieldFailedError: the disk does not give back what it took.
+            YieldFailedError: reading back from disk failed.
         """
-        self._send = self._send_back
+        self._request(parts, outward=False)
+        self._finish()
+
+    def _request(self, parts: Iterable[CopyPart], *, outward: bool, held: bool = False) -> None:
+        self._outward = outward
         for part in parts:
             lane = self._lane(part.device)
-            lane.after(part.stream)
+            if not outward:
+                lane.after(part.stream)
             if isinstance(part.place, InMemory):
                 for start, size, piece, at in self._spans(part, part.place):
                     self._check()
-                    target = part.bytes[start : start + size]
-                    if piece.pinned:
-                        lane.copy(target, piece.bytes[at : at + size], size)
+                    if outward:
+                        self.waited = self.waited or not piece.ready.is_set()
+                        self._pool.wait_for(piece)
+                    tensor = part.bytes[start : start + size]
+                    if not piece.pinned:
+                        self._gather(lane, tensor, size, piece, at)
+                    elif outward:
+                        lane.copy(piece.bytes[at : at + size], tensor, size, held=held)
                     else:
-                        self._gather(lane, target, size, piece, at)
+                        lane.copy(tensor, piece.bytes[at : at + size], size)
             elif isinstance(part.place, OnDisk):
                 self._gather(lane, part.bytes, part.size_bytes, part.place.file, part.place.offset)
-            else:
+            elif not outward:
                 lane.zero(part.bytes)
-        self._finish()
 
     def __enter__(self) -> Mover:  # noqa: PYI034 - Self is of Python 3.11
-        """Ends with `close`; where an error is under way already, one of `close` is logged."""
         return self
 
     def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:
-        """See `__enter__`."""
         if error is None:
             self.close()
         else:
             self.drop()
 
     def drop(self) -> None:
-        """As `close`, of copies that count for nothing: errors are logged."""
+        """`close`, for copies that no longer matter: errors are logged."""
         try:
             self.close()
         except Exception:
-            _log.warning("copies that failed did not end well", exc_info=True)
+            _log.warning("ending abandoned copies failed", exc_info=True)
 
     def close(self) -> None:
-        """Let go of the ring; waits for what is under way, also where some of that fails.
+        """Wait for all copies in progress, even if some fail, and free the ring.
 
         Raises:
-            BaseException: the first that was raised meanwhile; nothing is under way all the same.
+            BaseException: the first error; no copy is in progress all the same.
         """
         staging, self._staging = self._staging, None
         endings = [lane.drain for lane in self._lanes.values()]
@@ -227,7 +211,7 @@ class Mover:
     def _gather(
         self, lane: _Tracked, tensor: Any, size: int, home: Piece | DiskFile, at: int
     ) -> None:
-        """Ask for a staged copy; small neighbours go together in one buffer."""
+        """Request a staged copy; small neighbours share a buffer."""
         most = self._ring(lane).buffer_bytes
         for offset in range(0, size, most):
             self._check()
@@ -243,16 +227,12 @@ class Mover:
 
     def _submit(self) -> None:
         batch, self._batch = self._batch, None
-        if batch is not None and self._staging is not None:
-            self._send(self._staging, batch)
-
-    @staticmethod
-    def _send_out(staging: Staging, batch: _Batch) -> None:
-        staging.out(batch.fill, batch.end - batch.start, batch.keep)
-
-    @staticmethod
-    def _send_back(staging: Staging, batch: _Batch) -> None:
-        staging.back(batch.load, batch.end - batch.start, batch.drain)
+        if batch is None or self._staging is None:
+            return
+        if self._outward:
+            self._staging.out(batch.fill, batch.end - batch.start, batch.keep)
+        else:
+            self._staging.back(batch.load, batch.end - batch.start, batch.drain)
 
     def _ring(self, lane: _Tracked) -> Staging:
         if self._staging is None:
@@ -284,17 +264,17 @@ class Mover:
             lane.drain()
 
 
-def nobody(done: int, total: int) -> None:
-    """Nobody watches."""
+def no_progress(done: int, total: int) -> None:
+    """Report nothing."""
 
 
 def never() -> bool:
-    """Nothing stops it."""
+    """Never stop."""
     return False
 
 
 def _ended(end: Callable[[], None], errors: list[BaseException]) -> None:
-    """Have something end, an interrupt or not: a device may still write there."""
+    """Retry after an interrupt: a device may still write to the memory."""
     for _ in range(_TRIES):
         try:
             end()
@@ -304,18 +284,18 @@ def _ended(end: Callable[[], None], errors: list[BaseException]) -> None:
 
 
 class _Tracked:
-    """A lane that never has more than so many bytes under way."""
+    """A lane with a limit on the bytes in progress."""
 
-    def __init__(self, lane: Lane, device: int, done: Callable[[int], None]) -> None:
+    def __init__(self, lane: Lane, device: int, on_done: Callable[[int], None]) -> None:
         self.device = device
         self._lane = lane
-        self._tell = done
+        self._on_done = on_done
         self._since_mark = self._copies = 0
-        self._under_way: deque[tuple[StreamMark, int]] = deque()
+        self._in_progress: deque[tuple[StreamMark, int]] = deque()
         self._ahead = 0
 
     def copy(self, to: Any, source: Any, size: int, *, held: bool = False) -> None:
-        """Held: the next mark is the caller's, and for this copy too."""
+        """`held`: the caller makes the next mark, which covers this copy too."""
         self._lane.copy(to, source)
         self._since_mark += size
         self._copies += 1
@@ -332,9 +312,9 @@ class _Tracked:
         return mark
 
     def begin(self) -> StreamMark:
-        """As `mark`, however much is under way."""
+        """As `mark`, without a limit."""
         mark = self._lane.mark()
-        self._under_way.append((mark, self._since_mark))
+        self._in_progress.append((mark, self._since_mark))
         self._ahead += self._since_mark
         self._since_mark = self._copies = 0
         return mark
@@ -344,23 +324,23 @@ class _Tracked:
 
     def drain(self) -> None:
         self.mark()
-        while self._under_way:
+        while self._in_progress:
             self._oldest()
 
     def _oldest(self) -> None:
-        mark, size = self._under_way[0]
+        mark, size = self._in_progress[0]
         mark.wait()
-        self._under_way.popleft()  # not before: an interrupted wait begins anew
+        self._in_progress.popleft()  # only now: an interrupted wait is repeated
         self._ahead -= size
         if size:
-            self._tell(size)
+            self._on_done(size)
 
 
 class _Batch:
-    """Neighbours in one piece or file that share a buffer of the ring.
+    """Neighbouring ranges of a piece or file that share a buffer of the ring.
 
     Attributes:
-        copies: (lane, bytes of a storage, where they lie in the buffer, how many).
+        copies: (lane, bytes of a storage, offset in the buffer, size).
     """
 
     def __init__(self, home: Piece | DiskFile, start: int) -> None:
@@ -372,19 +352,23 @@ class _Batch:
         return home is self.home and start >= self.end and end - self.start <= most
 
     def fill(self, buffer: Any) -> StreamMark:
-        """Storages to the buffer; one mark of each lane is for all of them."""
+        """Copy storages to the buffer."""
         for lane, part, at, length in self.copies:
             lane.copy(buffer[at : at + length], part, length, held=True)
-        return _Marks([lane.mark() for lane in {id(c[0]): c[0] for c in self.copies}.values()])
+        return self._marks()
 
     def drain(self, buffer: Any) -> StreamMark:
-        """The buffer to storages."""
+        """Copy the buffer to storages."""
         for lane, part, at, length in self.copies:
             lane.copy(part, buffer[at : at + length], length, held=True)
+        return self._marks()
+
+    def _marks(self) -> StreamMark:
+        """One mark per lane."""
         return _Marks([lane.mark() for lane in {id(c[0]): c[0] for c in self.copies}.values()])
 
     def keep(self, address: int) -> None:
-        """The buffer to where it is kept."""
+        """Copy the buffer to its place."""
         length = self.end - self.start
         if isinstance(self.home, DiskFile):
             self.home.write(self.start, _blocks(address, length))
@@ -392,7 +376,7 @@ class _Batch:
             ctypes.memmove(self.home.address + self.start, address, length)
 
     def load(self, address: int) -> None:
-        """What is kept to the buffer."""
+        """Copy from the place to the buffer."""
         length = self.end - self.start
         if isinstance(self.home, DiskFile):
             self.home.read(self.start, _blocks(address, length))
@@ -410,6 +394,6 @@ class _Marks:
 
 
 def _blocks(address: int, length: int) -> memoryview:
-    """Of a ring buffer, up to the end of its last block."""
+    """A ring buffer's bytes, rounded up to whole blocks."""
     whole = -(-length // DISK_BLOCK) * DISK_BLOCK
     return memoryview((ctypes.c_char * whole).from_address(address)).cast("B")

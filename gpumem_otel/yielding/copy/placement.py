@@ -1,4 +1,4 @@
-"""Where the bytes of each storage go, and in which order: host memory first, then the disk."""
+"""Decides where the bytes of each storage go and in which order: host memory, then the disk."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ are allocated does not matter to the larger ones."""
 
 @dataclass(slots=True, eq=False)
 class Item:
-    """A storage on its way.
+    """A storage that is moved.
 
     Attributes:
-        place: None where its contents are thrown away.
-        away: the host has the contents, or they were thrown away; said before it is emptied.
-        emptied: it is known to have been emptied, and was not given memory by us since.
-        checksum: of before, None where none was asked for.
+        place: None if its contents are discarded.
+        away: only the host has the contents, or they were discarded; set before it is emptied.
+        emptied: it was emptied, and we have not allocated it since.
+        checksum: from before the yield, None if not requested.
     """
 
-    movable: Candidate
+    candidate: Candidate
     place: InMemory | OnDisk | None
     away: bool = False
     emptied: bool = False
@@ -42,40 +42,40 @@ class Item:
 
     @property
     def size(self) -> int:
-        """Bytes of the storage."""
-        return self.movable.size_bytes
+        """Of the storage in bytes."""
+        return self.candidate.size_bytes
 
     @property
     def tensor_class(self) -> str:
-        """What it holds."""
-        return self.movable.tensor_class
+        """Of the candidate."""
+        return self.candidate.tensor_class
 
 
 def parts_of(items: Iterable[Item], devices: Devices) -> Iterator[CopyPart]:
-    """Bytes of each storage and where they are kept, as copies are asked for."""
+    """The copies of these items, made lazily."""
     for item in items:
-        one = item.movable
+        one = item.candidate
         view = devices.bytes_of(one.storage, one.device)
         yield CopyPart(one.device, view, item.size, item.place, one.stream)
 
 
-def memory_needed(movables: Iterable[Candidate]) -> int:
-    """Bytes of host memory that would hold all of them."""
-    return sum(rounded(one.size_bytes, _ALIGNMENT) for one in movables)
+def memory_needed(candidates: Iterable[Candidate]) -> int:
+    """Bytes of host memory that hold all candidates."""
+    return sum(rounded(one.size_bytes, _ALIGNMENT) for one in candidates)
 
 
-def place_first(movables: Sequence[Candidate], room_bytes: int, each_bytes: int) -> list[Item]:
-    """Those that are copied first.
+def place_first(candidates: Sequence[Candidate], room_bytes: int, each_bytes: int) -> list[Item]:
+    """The items that are copied first.
 
     Args:
-        movables: what is kept.
+        candidates: the storages to keep.
         room_bytes: of host memory.
-        each_bytes: of each device at most.
+        each_bytes: limit per device.
     """
     items: list[Item] = []
     at = 0
     ahead: Counter[int] = Counter()
-    for one in in_turn(movables):
+    for one in in_turn(candidates):
         size = rounded(one.size_bytes, _ALIGNMENT)
         if at + size > room_bytes:
             break
@@ -88,27 +88,27 @@ def place_first(movables: Sequence[Candidate], room_bytes: int, each_bytes: int)
 
 
 def place(
-    movables: Sequence[Candidate],
+    candidates: Sequence[Candidate],
     room_bytes: int,
     make_file: Callable[[int], DiskFile],
     first: Sequence[Item] = (),
 ) -> tuple[list[Item], int]:
-    """Items in the order in which they are copied, and the bytes of host memory they take.
+    """The items in copy order, and the bytes of host memory that they take.
 
     Args:
-        movables: what is kept.
-        room_bytes: of host memory; what does not fit goes to a file.
-        make_file: makes one for so many bytes.
-        first: from `place_first`: these have their places, and are of the movables.
+        candidates: the storages to keep.
+        room_bytes: of host memory; the rest goes to a file.
+        make_file: makes a file of a given size.
+        first: items of `place_first` for some of the candidates; they keep their places.
 
     Raises:
-        YieldRefusedError: the file can not be had.
+        YieldRefusedError: the file cannot be made.
     """
     items = list(first)
     disk: list[Candidate] = []
     at = sum(rounded(item.size, _ALIGNMENT) for item in first)
-    placed = {id(item.movable) for item in first}
-    left = [one for one in movables if id(one) not in placed]
+    placed = {id(item.candidate) for item in first}
+    left = [one for one in candidates if id(one) not in placed]
     fits = _largest_that_fit(left, room_bytes - at)
     for one in in_turn(left):
         if id(one) in fits:
@@ -126,26 +126,25 @@ def place(
     return items, memory_bytes
 
 
-def _largest_that_fit(movables: Iterable[Candidate], room_bytes: int) -> set[int]:
-    """Identities: small ones may not take the room of a large one, which would go to the disk."""
-    found: set[int] = set()
-    for one in sorted(movables, key=lambda one: -one.size_bytes):
+def _largest_that_fit(candidates: Iterable[Candidate], room_bytes: int) -> set[int]:
+    """Their ids; largest first, so that small ones do not push a large one to disk."""
+    chosen: set[int] = set()
+    for one in sorted(candidates, key=lambda one: -one.size_bytes):
         size = rounded(one.size_bytes, _ALIGNMENT)
         if size <= room_bytes:
-            found.add(id(one))
+            chosen.add(id(one))
             room_bytes -= size
-    return found
+    return chosen
 
 
-def in_turn(movables: Sequence[Candidate]) -> list[Candidate]:
-    """In which order they are copied, and allocated anew.
+def in_turn(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The order in which candidates are copied, and allocated again.
 
-    The largest first, since a block that comes later may take the room of a larger one; of several
-    devices in turn by the share that is through, so that all links are at work. Small ones evenly
-    among the large ones: asking for one takes longer than copying it, which costs nothing while a
-    link has large ones to copy.
+    Largest first, since small blocks could take the space of larger ones; devices advance at the
+    same rate, so that all links are busy. Small ones are spread evenly among the large ones:
+    requesting one takes longer than copying it, which costs nothing while a link is busy.
     """
-    ordered = sorted(movables, key=lambda one: -one.size_bytes)
+    ordered = sorted(candidates, key=lambda one: -one.size_bytes)
     totals: Counter[tuple[int, bool]] = Counter()
     for one in ordered:
         totals[one.device, _is_small(one)] += _weight(one)
@@ -163,5 +162,5 @@ def _is_small(one: Candidate) -> bool:
 
 
 def _weight(one: Candidate) -> int:
-    """What it takes: small ones all the same, whatever their size."""
+    """Relative cost of a copy: the same for all small ones."""
     return 1 if _is_small(one) else one.size_bytes

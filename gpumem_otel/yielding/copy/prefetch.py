@@ -1,9 +1,9 @@
-"""The copy of what will probably go, begun before it is known what goes.
+"""Starts copying the storages that will probably move, while the scan still runs.
 
-The look for all tensors takes a tenth of a second and more of Python, in which a link moves some
-GiB. So what the last yield moved is on its way meanwhile, into host memory that is pinned already:
-one call of torch on a thread of ours, which needs no interpreter lock. It reads the job's memory,
-while the job stands still, and changes none; what turns out not to go was copied for nothing.
+The scan takes 0.1 s or more of Python, in which a link moves several GiB. So the storages that the
+last yield moved are copied meanwhile, into host memory that is already pinned: one call of torch on
+a thread of ours, without the interpreter lock. It only reads memory of the stopped job; copies of
+storages that do not move after all are dropped.
 """
 
 from __future__ import annotations
@@ -27,44 +27,44 @@ if TYPE_CHECKING:
 _log = named_logger("gpumem_otel.yielding")
 
 _FIRST_BYTES: Final = 12 << 30
-"""On each device, where it is not known how long the look takes: 0.23 s."""
+"""Per device, before the duration of a scan is known: 0.23 s of copying."""
 _MARGIN: Final = 1.25
 _THREAD: Final = "thread"
 _OWNER: Final = "owner"
 
 
-def ahead_bytes(devices: int, look_seconds: float, bytes_per_second: float) -> int:
-    """What can be copied while the look goes on: giving it up waits no longer than the look did.
+def prefetch_bytes(devices: int, scan_seconds: float, bytes_per_second: float) -> int:
+    """What can be copied during a scan, so that dropping it waits no longer than a scan takes.
 
     Args:
-        devices: how many.
-        look_seconds: of the last one, 0.0 if there was none.
-        bytes_per_second: of the last copy, of all devices.
+        devices: number of devices.
+        scan_seconds: of the last scan, 0.0 before the first.
+        bytes_per_second: of the last copy, over all devices.
     """
-    return max(devices * _FIRST_BYTES, round(_MARGIN * look_seconds * bytes_per_second))
+    return max(devices * _FIRST_BYTES, round(_MARGIN * scan_seconds * bytes_per_second))
 
 
 class Prefetch:
-    """One of them: `start`, then `go_on` or `drop`; both may be called again.
+    """One prefetch: `start`, then `go_on` or `drop`; both may be called again.
 
-    Known to its owner before it starts: whatever raises afterwards, in whichever line, finds it.
+    Its owner stores it before `start`, so that an error at any line cannot lose it.
 
     Args:
-        movables: what will probably go.
-        devices: of it.
-        pool: whose line takes it, from its beginning; nothing is stored there.
-        mover: a run of copies that has not begun.
-        most_bytes: of it, over all devices.
+        candidates: the storages that will probably move.
+        devices: of the candidates.
+        pool: filled from offset 0; nothing is stored there.
+        mover: a run of copies that has not started.
+        most_bytes: limit over all devices.
 
     Attributes:
-        items: what is copied, and where to.
-        size_bytes: of it.
-        used: devices of which no work is under way any more.
+        items: the copies and their places.
+        size_bytes: of the items.
+        used: devices, synchronized by `start`.
     """
 
     def __init__(
         self,
-        movables: Sequence[Candidate],
+        candidates: Sequence[Candidate],
         devices: Devices,
         pool: HostPool,
         mover: Mover,
@@ -73,14 +73,14 @@ class Prefetch:
         self._devices = devices
         self._mover = mover
         self._error: BaseException | None = None
-        self._turn = Claim()  # one of the two begins the copies
+        self._claim = Claim()  # either the thread or the owner starts the copies
         self._done = threading.Event()
-        self.used = sorted({one.device for one in movables})
-        self.items = place_first(movables, pool.ready_bytes, most_bytes // max(len(self.used), 1))
+        self.used = sorted({one.device for one in candidates})
+        self.items = place_first(candidates, pool.ready_bytes, most_bytes // max(len(self.used), 1))
         self.size_bytes = sum(item.size for item in self.items)
 
     def start(self) -> None:
-        """Ask for the copies; returns before they are done."""
+        """Request the copies; returns before they are done."""
         devices = self._devices
         with devices.at_rest(self.used):
             for device in self.used:
@@ -88,46 +88,46 @@ class Prefetch:
             self._mover.plan_out(parts_of(self.items, devices))
         try:
             threading.Thread(target=self._begin, name="gpumem-copy", daemon=True).start()
-        except RuntimeError:  # no thread can be started: the way out begins them
-            _log.debug("the copy is not begun ahead", exc_info=True)
+        except RuntimeError:  # no thread can be started: `go_on` starts them
+            _log.debug("no prefetch: no thread can be started", exc_info=True)
 
     def _begin(self) -> None:
-        if not self._turn.goes_to(_THREAD):
+        if not self._claim.goes_to(_THREAD):
             return
         try:
             with copying(), self._devices.at_rest(self.used):
                 self._mover.begin()
-        except BaseException as error:  # raised to whoever goes on
+        except BaseException as error:  # raised by `go_on`
             self._error = error
         finally:
             self._done.set()
 
     def _wait(self) -> None:
-        """The thread is done with it, or will never begin."""
-        if not self._turn.goes_to(_OWNER):
+        """Wait until the thread has finished, or keep it from starting."""
+        if not self._claim.goes_to(_OWNER):
             self._done.wait()
 
     def takes(self, kept: Sequence[Candidate]) -> bool:
-        """Whether all of it is to be kept, and is where it was; it knows them as given from now."""
+        """Whether all items are still to be kept, at the same address; takes over `kept`."""
         by_block = {_block(one): one for one in kept}
-        now = [by_block.get(_block(item.movable)) for item in self.items]
-        found = [Item(one, item.place) for one, item in zip(now, self.items, strict=True) if one]
-        if len(found) < len(self.items):
+        now = [by_block.get(_block(item.candidate)) for item in self.items]
+        items = [Item(one, item.place) for one, item in zip(now, self.items, strict=True) if one]
+        if len(items) < len(self.items):
             return False
-        self.items = found
+        self.items = items
         return True
 
     def go_on(self) -> Mover:
-        """The run of copies, of which these are the first."""
+        """The run of copies, which the caller continues."""
         self._wait()
         if self._error is not None:
             raise self._error
-        if self._turn.goes_to(_OWNER):
+        if self._claim.goes_to(_OWNER):
             self._mover.begin()
         return self._mover
 
     def drop(self) -> None:
-        """It was for nothing: returns, or raises an interrupt, when nothing is under way."""
+        """Give up: returns, or raises an interrupt, once no copy is in progress."""
         errors: list[BaseException] = []
         while not self._waited(errors):
             pass
@@ -137,7 +137,7 @@ class Prefetch:
             raise errors[0]
 
     def _waited(self, errors: list[BaseException]) -> bool:
-        """A device writes into memory that is given back next: no interrupt is a reason to go."""
+        """False after an interrupt: the wait goes on, since the device writes to our memory."""
         try:
             self._wait()
         except BaseException as error:

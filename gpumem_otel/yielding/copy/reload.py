@@ -1,7 +1,7 @@
-"""Storages that are emptied, and that are given memory and their contents again.
+"""Empties storages, and allocates and fills them again.
 
-A block goes back to the stream that it belonged to, and comes back to the same, each copy as soon
-as its storage is there.
+A block is freed and allocated on the stream that it belongs to; each copy starts as soon as its
+storage has memory.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ if TYPE_CHECKING:
 
 _HERE: Final = __file__
 _DEVICE_SLACK: Final = 64 << 20
-"""The allocator reserves whole segments: asked for beside the blocks themselves."""
+"""Required in addition to the blocks, since the allocator reserves whole segments."""
 
 
 class Reload:
-    """Works on items of a yield; keeps nothing.
+    """Empties and fills the items of a yield; has no state.
 
     Args:
-        devices: where the storages are.
+        devices: of the storages.
         gpus: the locks of the GPUs.
         mover: makes a run of copies.
-        moves: told what was moved.
-        monotonic: seconds of a clock that never goes back.
-        on_waiting: told why it waits for room on a device, once for each.
+        moves: receives the storages that have moved.
+        on_waiting: called once per device with the reason why memory is waited for.
     """
 
     def __init__(
@@ -60,25 +59,25 @@ class Reload:
         self._now = monotonic
 
     def empty(self, items: Sequence[Item]) -> None:
-        """A block goes back to the stream that it belongs to, whatever stream is current."""
-        for device in sorted({item.movable.device for item in items}):
+        """Free the storages' memory; each block returns to its own stream."""
+        for device in sorted({item.candidate.device for item in items}):
             with self._devices.allocating(device, 0):
                 for item in items:
-                    if item.movable.device == device:
-                        # away first: an interrupt between the two leaves it to be filled again
+                    if item.candidate.device == device:
+                        # `away` first: after an interrupt in between it is filled again
                         item.away, item.emptied = True, False
-                        item.movable.storage.resize_(0)
+                        item.candidate.storage.resize_(0)
                         item.emptied = True
 
     def empty_again(self, items: Sequence[Item]) -> None:
-        """Take back what could not all be filled."""
+        """Empty items after a reload that failed."""
         self.empty(items)
         self._devices.empty_cache()
 
     def settled(self, items: Iterable[Item]) -> None:
-        """These have other addresses than before, or none."""
+        """Report that these items have new addresses, or none."""
         if self._moves is not None:
-            self._moves.settled([item.movable for item in items])
+            self._moves.settled([item.candidate for item in items])
 
     def bring_back(
         self,
@@ -88,20 +87,20 @@ class Reload:
         progress: Callable[[int, int], None],
         stop: Callable[[], bool],
     ) -> float:
-        """Allocate and fill: each copy begins as soon as its storage is there.
+        """Allocate and fill; each copy starts as soon as its storage has memory.
 
         Returns:
-            Seconds that it took, the wait for room left out.
+            Seconds, without the wait for device memory.
         """
         devices = self._devices
         end = self._now() + wait_seconds
         with ExitStack() as rooms:
-            for device in sorted({item.movable.device for item in items}):
-                here = [item for item in items if item.movable.device == device]
+            for device in sorted({item.candidate.device for item in items}):
+                here = [item for item in items if item.candidate.device == device]
                 need = sum(
-                    max(item.movable.block_bytes, item.size)
+                    max(item.candidate.block_bytes, item.size)
                     for item in here
-                    if not item.movable.storage.nbytes()
+                    if not item.candidate.storage.nbytes()
                 )
                 need += min(_DEVICE_SLACK, need // 4)
                 free = partial(self._free_bytes, device, need, [])
@@ -111,32 +110,32 @@ class Reload:
                 )
             copying = self._now()
             with closing(self._allocated(items)) as ready, self._mover() as mover, uncollected():
-                mover.tell(progress, stop, total)
+                mover.observe(progress, stop, total)
                 mover.back(parts_of(ready, devices))
             return self._now() - copying
 
-    def _free_bytes(self, device: int, need_bytes: int, told: list[str]) -> int:
-        """What the device has free, with the cache of this process's allocator where it must be."""
-        found = self._devices.free_bytes(device)
-        if found < need_bytes:
+    def _free_bytes(self, device: int, need_bytes: int, reported: list[str]) -> int:
+        """Free memory of the device; empties this process's cache if that is not enough."""
+        free = self._devices.free_bytes(device)
+        if free < need_bytes:
             self._devices.empty_cache()
-            found = self._devices.free_bytes(device)
-        if found < need_bytes and not told:
-            told.append(
-                f"device {self._devices.uuid(device)}: waits for room, "
-                f"{human_bytes(need_bytes - found)} of {human_bytes(need_bytes)} are missing"
+            free = self._devices.free_bytes(device)
+        if free < need_bytes and not reported:
+            reported.append(
+                f"device {self._devices.uuid(device)}: waits for memory, "
+                f"{human_bytes(need_bytes - free)} of {human_bytes(need_bytes)} are missing"
             )
-            self._on_waiting(told[0])
-        return found
+            self._on_waiting(reported[0])
+        return free
 
     def _allocated(self, items: Sequence[Item]) -> Generator[Item, None, None]:
-        """One after the other, each on its block's own stream."""
-        item_of = {id(item.movable): item for item in items}
-        ordered = [item_of[id(one)] for one in in_turn([item.movable for item in items])]
+        """Allocate the items one by one, each on its block's own stream."""
+        item_of = {id(item.candidate): item for item in items}
+        ordered = [item_of[id(one)] for one in in_turn([item.candidate for item in items])]
         at: tuple[int, int] | None = None
         with ExitStack() as stream:
             for number, item in enumerate(ordered):
-                one = item.movable
+                one = item.candidate
                 if at != (one.device, one.stream):
                     stream.close()
                     stream.enter_context(self._devices.allocating(one.device, one.stream))
@@ -148,10 +147,10 @@ class Reload:
                 except Exception as error:
                     if not self._devices.is_short_of_memory(error):
                         raise
-                    left = sum(i.size for i in ordered[number:] if i.movable.device == one.device)
+                    left = sum(i.size for i in ordered[number:] if i.candidate.device == one.device)
                     raise YieldRefusedError(
-                        f"device {one.device}: no room for the last {left} bytes of "
-                        f"{sum(i.size for i in ordered if i.movable.device == one.device)}; free "
+                        f"device {one.device}: no memory for the last {left} bytes of "
+                        f"{sum(i.size for i in ordered if i.candidate.device == one.device)}; free "
                         "them and restore again: the host copy stays"
                     ) from error
                 yield item

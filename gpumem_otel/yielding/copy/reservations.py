@@ -1,16 +1,15 @@
-"""Reservations that the processes of a machine keep in a folder, so that none counts on the same.
+"""Reservations of memory that the processes of a machine share through a folder.
 
-Host memory: each of eight processes that yield at once would find the same memory free. Who wants
-some takes one lock, reads what is free now, takes off what others have reserved and not yet
-touched, and writes down his own. Device memory: whoever comes back to a GPU holds the lock of its
-UUID from the look at what is free until all of it is allocated.
+Host memory: eight processes that yield at once would all see the same memory as free. So a process
+takes a lock, reads what is free, subtracts what others have reserved and not yet touched, and
+writes down its own reservation. Device memory: a process that returns to a GPU holds the lock of
+its UUID from checking the free memory until everything is allocated.
 
-Every process has one file there, which it keeps locked as long as it lives: a file that can be
-locked is of a process that is gone, also where that had another PID namespace. A forked child
-closes what it inherited, so that it does not speak for its parent.
+Every process has one file there, locked as long as it lives: a file that can be locked belongs to a
+dead process, whatever its PID namespace. A forked child closes the inherited file.
 
-No lock is waited for without end, since whoever holds it may have been stopped (SIGSTOP). Giving
-up what was reserved needs none: who looks at that moment counts it once more, or twice.
+Waits for a lock are bounded, since its holder may be stopped (SIGSTOP). Giving up a reservation
+needs no lock: a process that reads at that moment sees too little free memory, never too much.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from gpumem_otel.base.logs import named_logger
 from gpumem_otel.base.text import human_bytes
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.settings.files import opened
-from gpumem_otel.yielding.copy.gc_control import tell_in_child
+from gpumem_otel.yielding.copy.gc_control import register_after_fork
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,19 +39,17 @@ _LOCK: Final = "lock"
 _TICK_SECONDS: Final = 0.05
 _LOCK_SECONDS: Final = 5.0
 _LOCK_TICK_SECONDS: Final = 0.002
-"""The lock of host memory is held for a millisecond or so."""
+"""The lock of host memory is held for about a millisecond."""
 _log = named_logger("gpumem_otel.yielding")
 
 
 class HostReservations:
-    """Host memory that yields of all processes hold or are about to take.
+    """Host memory that yields of all processes hold or will take.
 
     Args:
-        folder: shared by the processes of one user; made where it is not there.
-        room: what is free for this process now, see `hostlimits`.
-        limit_bytes: all of them together may hold so much; None for no such limit.
-        monotonic: seconds of a clock that never goes back.
-        sleep: waits so many seconds.
+        folder: shared by the processes of one user; made if missing.
+        room: what is free for this process now, see `limits.py`.
+        limit_bytes: for all processes together; None for no limit.
     """
 
     def __init__(
@@ -87,19 +84,19 @@ class HostReservations:
         at_least: int | None = None,
         wait_seconds: float | None = None,
     ) -> int:
-        """Take so much more, or the part that there is.
+        """Reserve this much more, or the part that is free.
 
         Args:
             size_bytes: wanted.
-            at_least: less than this is of no use; None for all of it.
-            wait_seconds: for other processes that reserve; five seconds at most, and for None.
+            at_least: the least that is useful; None for `size_bytes`.
+            wait_seconds: for the lock, at most five; None for five.
 
         Returns:
-            What was reserved.
+            Bytes reserved.
 
         Raises:
-            YieldRefusedError: there is not enough, or the folder can not be used, or another
-                process does not let go of its lock.
+            YieldRefusedError: there is not enough, the folder cannot be used, or another process
+                keeps the lock.
         """
         least = size_bytes if at_least is None else at_least
         patience = _LOCK_SECONDS if wait_seconds is None else min(wait_seconds, _LOCK_SECONDS)
@@ -108,8 +105,8 @@ class HostReservations:
         try:
             with self._locked(patience) as folder:
                 held, pending = self._others(folder)
-                found = self._room()
-                free, by = found.free_bytes - pending - self._pending, found.by
+                room = self._room()
+                free, by = room.free_bytes - pending - self._pending, room.by
                 if self._limit is not None and self._limit - held - self._held < free:
                     free, by = self._limit - held - self._held, "the limit that was set"
                 free = max(free, 0)
@@ -123,23 +120,23 @@ class HostReservations:
                 self._enter(folder)
                 self._write(self._held + granted, self._pending + granted)
         except OSError as error:
-            raise YieldRefusedError(f"ledger: {self._folder}: {error}") from error
+            raise YieldRefusedError(f"reservations: {self._folder}: {error}") from error
         return granted
 
     def settle(self) -> None:
-        """What was reserved has been touched: the kernel counts it from now on."""
+        """All of it has been touched, so that the kernel counts it."""
         self._update(self._held, 0)
 
     def keep(self, size_bytes: int) -> None:
-        """Hold so much from now on, all of it touched; 0 for none."""
+        """Hold this much from now on, all of it touched."""
         self._update(size_bytes, 0)
 
     def close(self) -> None:
-        """Give all of it up."""
+        """Give up all reservations."""
         if self._is_ours():
             with (
                 contextlib.suppress(OSError, YieldRefusedError),
-                opened(self._folder, "ledger", YieldRefusedError) as folder,
+                opened(self._folder, "reservations", YieldRefusedError) as folder,
             ):
                 os.unlink(self._name, dir_fd=folder)
         self.forget_parent()
@@ -148,7 +145,7 @@ class HostReservations:
         return self._entry >= 0 and self._pid == os.getpid()
 
     def _update(self, held: int, pending: int) -> None:
-        """What is undone must not fail; others then count on less than there is."""
+        """Never fails, since undoing must not; at worst others see less free memory."""
         try:
             if self._is_ours():
                 self._write(held, pending)
@@ -157,11 +154,11 @@ class HostReservations:
                     self._enter(folder)
                     self._write(held, pending)
         except (OSError, YieldRefusedError):
-            _log.warning("what is held in host memory could not be written down", exc_info=True)
+            _log.warning("the reservation of host memory could not be written", exc_info=True)
 
     @contextlib.contextmanager
     def _locked(self, wait_seconds: float) -> Iterator[int]:
-        with opened(self._folder, "ledger", YieldRefusedError, make=True) as folder:
+        with opened(self._folder, "reservations", YieldRefusedError, make=True) as folder:
             lock = _open(_LOCK, folder)
             try:
                 end = self._monotonic() + wait_seconds
@@ -170,7 +167,7 @@ class HostReservations:
                     if left <= 0:
                         raise YieldRefusedError(
                             f"host memory: {_holder(lock)} has held the lock of {self._folder} for "
-                            f"{wait_seconds:g} s; let it go on (SIGCONT) or end it, and try again"
+                            f"{wait_seconds:g} s; continue it (SIGCONT) or end it, and try again"
                         )
                     self._sleep(min(left, _LOCK_TICK_SECONDS))
                 yield folder
@@ -178,7 +175,7 @@ class HostReservations:
                 os.close(lock)
 
     def _others(self, folder: int) -> tuple[int, int]:
-        """(held, of it pending) by the others that live; files of the dead are removed."""
+        """(held, of which pending) by living processes; files of dead ones are removed."""
         held = pending = 0
         for name in os.listdir(folder):
             if not name.startswith(_ENTRY) or name == self._name:
@@ -193,7 +190,7 @@ class HostReservations:
                     held += int(numbers[0])
                     pending += int(numbers[1])
                 else:
-                    with contextlib.suppress(FileNotFoundError):  # it has just given all of it up
+                    with contextlib.suppress(FileNotFoundError):  # just removed by its owner
                         os.unlink(name, dir_fd=folder)
             except (ValueError, IndexError):
                 continue
@@ -202,26 +199,26 @@ class HostReservations:
         return held, pending
 
     def _enter(self, folder: int) -> None:
-        """Have a file, made under the lock: nobody finds it before it is locked itself."""
+        """Make our file, under the lock: no process sees it before it is locked itself."""
         if self._is_ours():
             return
         self.forget_parent()
         self._pid = os.getpid()
         self._name = f"{_ENTRY}{self._pid}-{secrets.token_hex(4)}"
         self._entry = _open(self._name, folder)
-        # collected without `close`: what is locked no longer is of a process that is gone
+        # if collected without `close`, the file becomes that of a dead process
         self._closer = weakref.finalize(self, os.close, self._entry)
         self._closer.atexit = False
         fcntl.flock(self._entry, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        tell_in_child(self)
+        register_after_fork(self)
 
     def _write(self, held: int, pending: int) -> None:
-        """In one call, within a page: nobody reads half of it."""
+        """In one call within a page, so that no process reads half of it."""
         os.pwrite(self._entry, f"{held} {pending}\n".ljust(64).encode(), 0)
         self._held, self._pending = held, pending
 
     def forget_parent(self) -> None:
-        """Let go of the entry without a word in the folder: in a forked child it is another's."""
+        """Close our file but leave it in the folder: in a forked child it is the parent's."""
         closer, self._closer = self._closer, None
         if closer is not None:
             closer()
@@ -234,8 +231,6 @@ class DeviceReservations:
 
     Args:
         folder: as of `HostReservations`.
-        monotonic: seconds of a clock that never goes back.
-        sleep: waits so many seconds.
     """
 
     def __init__(
@@ -258,17 +253,17 @@ class DeviceReservations:
         wait_seconds: float,
         stop: Callable[[], bool],
     ) -> Iterator[None]:
-        """Hold the GPU's lock, with so much free on it; allocate within.
+        """Hold the GPU's lock while enough memory is free on it; allocate in the block.
 
         Args:
             uuid: of the GPU.
             size_bytes: needed.
-            free: what it has free now.
-            wait_seconds: for both the lock and the room.
+            free: returns the free bytes now.
+            wait_seconds: for both the lock and the memory.
             stop: True ends the wait.
 
         Raises:
-            YieldRefusedError: there is no room; says how much is missing, or who holds the lock.
+            YieldRefusedError: names the missing bytes, or the process that holds the lock.
         """
         end = self._monotonic() + wait_seconds
         while True:
@@ -282,7 +277,7 @@ class DeviceReservations:
             if (left <= 0 or stop()) and holder:
                 raise YieldRefusedError(
                     f"device {uuid}: {holder} restores there, or was stopped while it did; restore "
-                    "again once it is through: the host copy stays"
+                    "again once it has finished: the host copy stays"
                 )
             if left <= 0 or stop():
                 raise YieldRefusedError(
@@ -293,8 +288,8 @@ class DeviceReservations:
 
     @contextlib.contextmanager
     def _try(self, name: str) -> Iterator[str]:
-        """Who holds the lock; "" for this process."""
-        with opened(self._folder, "ledger", YieldRefusedError, make=True) as folder:
+        """The holder of the lock; "" for this process."""
+        with opened(self._folder, "reservations", YieldRefusedError, make=True) as folder:
             file = _open(name, folder)
         try:
             yield "" if _locks(file) else _holder(file)
@@ -308,7 +303,7 @@ def _open(name: str, folder: int) -> int:
 
 
 def _locks(file: int) -> bool:
-    """Take its lock; False where another has it."""
+    """Take the file's lock; False if another process has it."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -317,7 +312,7 @@ def _locks(file: int) -> bool:
 
 
 def _holder(file: int) -> str:
-    """Who has the lock of a file, for people; by `/proc/locks`, see proc(5)."""
+    """Describes the process that holds a lock, by `/proc/locks`; see proc(5)."""
     inode = f":{os.fstat(file).st_ino}"
     with contextlib.suppress(OSError, IndexError):
         for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():

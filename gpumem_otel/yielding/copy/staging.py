@@ -1,7 +1,6 @@
-"""Copies through a small ring of pinned buffers, for what the driver can not reach by itself.
+"""Copies through a small ring of pinned buffers, to and from pageable memory or a file.
 
-The device fills some buffers while threads empty others into pageable memory or a file, and the
-other way round.
+The device fills some buffers while threads empty others, and the other way round.
 """
 
 from __future__ import annotations
@@ -10,7 +9,8 @@ import queue
 from typing import TYPE_CHECKING, Any, Final
 
 from gpumem_otel.yielding.copy.disk import DISK_BLOCK
-from gpumem_otel.yielding.copy.host_memory import HostPool, PinThreads, threads_of_process
+from gpumem_otel.yielding.copy.host_memory import HostPool
+from gpumem_otel.yielding.copy.workers import WorkerThreads, threads_of_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,11 +26,11 @@ class Staging:
     """The ring and its threads.
 
     Args:
-        devices: does the copies.
+        devices: makes the copies.
         device: whose context pins the ring.
-        buffers: how many.
-        buffer_bytes: of each.
-        threads: that empty and fill buffers; None for one per CPU of this process, at most 16.
+        buffers: number of buffers.
+        buffer_bytes: size of each.
+        threads: that empty and fill buffers; None for one per CPU, at most 16.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Staging:
         self._pool.grow_to(buffers * self.buffer_bytes, device)
         self._buffers = buffers
         count = threads or threads_of_process()
-        self._workers = PinThreads(count, "gpumem-copy", lambda: devices.use(device))
+        self._workers = WorkerThreads(count, "gpumem-copy", lambda: devices.use(device))
         self._inbox: queue.SimpleQueue[tuple[Piece, Callable[[], StreamMark] | None]] = (
             queue.SimpleQueue()
         )
@@ -59,15 +59,15 @@ class Staging:
     def out(
         self, begin: Callable[[Any], StreamMark], length: int, keep: Callable[[int], None]
     ) -> None:
-        """Have a buffer filled by the device, and emptied by a thread.
+        """Have the device fill a buffer and a thread empty it.
 
         Args:
-            begin: begins the copy into a tensor of bytes; gives the moment of its end.
+            begin: starts the copy into a byte tensor and returns a mark of its end.
             length: bytes, at most `buffer_bytes`.
-            keep: takes what lies at an address; without the interpreter lock.
+            keep: stores the bytes at an address; releases the interpreter lock.
 
         Raises:
-            GpumemError: what an earlier `keep` raised.
+            GpumemError: an earlier `keep` failed.
         """
         buffer = self._take()
         mark = begin(buffer.bytes[:length])
@@ -85,15 +85,15 @@ class Staging:
     def back(
         self, fill: Callable[[int], None], length: int, begin: Callable[[Any], StreamMark]
     ) -> None:
-        """Have a buffer filled by a thread, and copied to the device.
+        """Have a thread fill a buffer and the device copy it.
 
         Args:
-            fill: puts the bytes at an address; without the interpreter lock.
+            fill: puts the bytes at an address; releases the interpreter lock.
             length: bytes, at most `buffer_bytes`.
-            begin: begins the copy out of a tensor of bytes; gives the moment of its end.
+            begin: starts the copy from a byte tensor and returns a mark of its end.
 
         Raises:
-            GpumemError: what an earlier `fill` raised.
+            GpumemError: an earlier `fill` failed.
         """
         buffer = self._take()
 
@@ -109,21 +109,21 @@ class Staging:
         self._workers.do(put)
 
     def flush(self) -> None:
-        """Wait until nothing is under way.
+        """Wait until all buffers are free.
 
         Raises:
-            GpumemError: what a `keep` or `fill` raised.
+            GpumemError: a `keep` or `fill` failed.
         """
         while len(self._free) < self._buffers:
             self._next()
         self._raise()
 
     def stop(self) -> None:
-        """Begin nothing more; what the threads are at is waited for."""
+        """Wait for the threads' running jobs and end the threads."""
         self._workers.finish()
 
     def close(self) -> None:
-        """Give the ring back, after `stop`: no device uses it any more."""
+        """Free the ring, after `stop` and once no device uses it."""
         self._free = []
         self._pool.give_back()
 
@@ -136,12 +136,12 @@ class Staging:
         return buffer
 
     def _next(self) -> None:
-        """One buffer that a thread is through with."""
+        """Handle one buffer that a thread has finished with."""
         buffer, begin = self._inbox.get()
         if begin is None:
             self._free.append(buffer)
             return
-        mark = begin()  # on this thread: a lane is for one
+        mark = begin()  # on this thread: a lane belongs to one thread
 
         def release() -> None:
             try:

@@ -1,9 +1,9 @@
-"""Gives everything on the device back, the context included, and takes it again, by the driver.
+"""The driver level: gives back all device memory, the context included, and restores it.
 
-The work is done by a keeper (`keeper.py`), a process of its own, since while this process is locked
-its interpreter may stand still. If the keeper dies meanwhile, another takes its place, and where
-none can be started this process brings itself back. Nobody may call torch or CUDA from here on
-until `restore` has returned: close the `QuietGate` first, and open it last.
+A helper process (`helper.py`) does the work, since this process's interpreter may be blocked while
+it is locked. If the helper dies, another replaces it; if none can be started, this process brings
+itself back. No thread may call torch or CUDA until `restore` has returned: close the `QuietGate`
+first, and open it last.
 """
 
 from __future__ import annotations
@@ -34,33 +34,33 @@ if TYPE_CHECKING:
 _log = named_logger("gpumem_otel.yield")
 
 _CALL_SECONDS: Final = 300.0
-"""A keeper that answers no call for so long hangs: 140 GiB take 70 s at the driver's speed."""
+"""A helper that does not answer for this long hangs: 140 GiB take 70 s at the driver's speed."""
 _STATE_SECONDS: Final = 20.0
 _TURN_SECONDS: Final = 0.1
-_NEW_KEEPERS: Final = 3
+_NEW_HELPERS: Final = 3
 _OWN_PAUSE_SECONDS: Final = 5.0
 _END_IT: Final = "its device memory is lost: end it and start it from its last checkpoint"
-_STAYS: Final = "the process stays checkpointed, restore it once there is room"
+_STAYS: Final = "the process stays checkpointed, restore it once there is enough device memory"
 
 
 class DriverCheckpoint:
     """The driver level of one process. From any thread; one call at a time.
 
     Args:
-        environ: the process's environment; of the keeper too.
-        communicators: how many NCCL communicators of this process live.
+        environ: the environment of this process and of the helper.
+        communicators: number of living NCCL communicators of this process.
         foreign: a clause about memory that is shared with others (CUDA IPC, exported or
-            imported), "" where there is none.
-        uuids: of the devices in use; all that NVML shows if there are none.
+            imported), "" for none.
+        uuids: of the devices in use; if empty, all that NVML lists.
         reserved: bytes that this process is known to have on each, by UUID.
-        settings: how keepers are started; from `environ` if None.
-        call_seconds: when a keeper that does not answer is taken to hang.
+        settings: how helpers are started; from `environ` if None.
+        call_seconds: after which a helper that does not answer counts as hanging.
 
     Attributes:
         state: `running`, `locked`, `checkpointed` or `failed`.
-        size_bytes: what the process gave up, where NVML could tell.
+        size_bytes: what the process gave up, as far as NVML reports it.
         on_restored: called on a thread of ours when the lease has brought the process back.
-        on_waiting: called there when the lease has run out and it can not come back yet; says why.
+        on_waiting: called there, with the reason, when an expired lease cannot be ended yet.
     """
 
     def __init__(
@@ -99,13 +99,13 @@ class DriverCheckpoint:
         return sum(self._need.values())
 
     @property
-    def keeper_pid(self) -> int | None:
-        """SIGTERM to it brings this process back, whatever state it is in."""
+    def helper_pid(self) -> int | None:
+        """The helper's pid; SIGTERM to it brings this process back, whatever its state."""
         link = self._link
         return link.pid if link is not None and link.alive else None
 
     def refusal(self) -> str:
-        """Why it would not come back here, "" where it would. Starts nothing, makes no context."""
+        """Why a restore would fail here, "" if it would not. Starts nothing, makes no context."""
         return refusal(
             environ=self._environ,
             communicators=self._communicators(),
@@ -116,16 +116,16 @@ class DriverCheckpoint:
         )
 
     def prepare(self) -> None:
-        """Start the keeper and let it ask for our state: may run beside copies, takes 0.2 to 1 s.
+        """Start the helper and query our state; takes 0.2 to 1 s, may run during copies.
 
         Raises:
-            YieldRefusedError: there is no keeper, or it may not act on this process.
+            YieldRefusedError: no helper can be started, or it has no permission.
         """
         with self._operating:
             if self._link is not None and self._link.alive:
                 return
             try:
-                self._link = self._start_keeper()
+                self._link = self._start_helper()
             except HelperError as error:
                 reason = why_not_permitted(str(error))
                 raise YieldRefusedError(f"driver checkpoint: {error}{reason}") from error
@@ -133,15 +133,15 @@ class DriverCheckpoint:
     def lock_and_checkpoint(
         self, timeout_seconds: float, lease_seconds: float | None = None
     ) -> PhaseTime:
-        """Lock this process and move all its device memory to the host. Done already: 0 s.
+        """Lock this process and move all its device memory to the host; 0 s if already done.
 
         Args:
-            timeout_seconds: for the lock, which waits for work that was submitted.
-            lease_seconds: the keeper brings it back by itself after so long.
+            timeout_seconds: for the lock, which waits for submitted work.
+            lease_seconds: after which the helper brings it back by itself.
 
         Raises:
-            YieldRefusedError: it runs, as before.
-            YieldFailedError: it does not; `state` and the text say what it is.
+            YieldRefusedError: the process keeps running.
+            YieldFailedError: the process does not run; see `state` and the message.
         """
         with self._operating:
             if self.state == "checkpointed":
@@ -168,43 +168,43 @@ class DriverCheckpoint:
             answer = _there(link).ask(
                 "checkpoint",
                 timeout_seconds + self._call_seconds,
-                self._took,
+                self._on_checkpointed,
                 lock_seconds=timeout_seconds,
                 lease_seconds=lease_seconds,
                 least=least,
             )
         except HelperError as error:
-            raise self._undone_without_keeper(str(error)) from error
+            raise self._undone_without_helper(str(error)) from error
         if answer["ok"]:
-            size = sum(answer["need"].values())  # a lease may be over by now
+            size = sum(answer["need"].values())  # not `size_bytes`: the lease may have ended
             return PhaseTime(Phase.CHECKPOINT, time.monotonic() - started, size)
-        said = f"driver checkpoint: {answer['error']}"
+        why = f"driver checkpoint: {answer['error']}"
         if answer["state"] == "running":
             self._end()
-            raise YieldRefusedError(f"{said}; the process runs on")
-        raise self._stuck(said, answer)
+            raise YieldRefusedError(f"{why}; the process keeps running")
+        raise self._stuck(why, answer)
 
     def _least(self) -> dict[str, int]:
         try:
             return dict(self._reserved())
-        except Exception:  # an allocator that does not count: it is a lower bound, no more
+        except Exception:  # an allocator without counters: this is only a lower bound
             return {}
 
-    def _took(self, answer: dict[str, Any]) -> None:
-        """On the link's thread: the lease's own end may be the next thing that is heard."""
+    def _on_checkpointed(self, answer: dict[str, Any]) -> None:
+        """On the client's thread, since the end of the lease may be the next message."""
         if answer["ok"]:
             self._need = dict(answer["need"])
             self.state = "checkpointed"
 
     def restore(self, wait_seconds: float) -> PhaseTime:
-        """Take everything back and run on. Done already: 0 s.
+        """Restore everything and continue; 0 s if already done.
 
         Args:
-            wait_seconds: for room on the devices.
+            wait_seconds: for memory on the devices.
 
         Raises:
-            YieldRefusedError: there is no room; it stays checkpointed, try again.
-            YieldFailedError: the driver can not bring it back.
+            YieldRefusedError: not enough device memory; it stays checkpointed, try again.
+            YieldFailedError: the driver cannot bring it back.
         """
         started = time.monotonic()
         with self._operating:
@@ -221,16 +221,16 @@ class DriverCheckpoint:
             raise YieldRefusedError(f"restore: {answer['error']}; {_STAYS}")
 
     def renew(self, lease_seconds: float | None) -> None:
-        """Another lease from now on; None: none. Nothing where the process runs."""
+        """Replace the lease, None for none; does nothing if the process runs."""
         with self._operating:
             if self.state in {"checkpointed", "locked"}:
                 self._renew(lease_seconds)
 
     def close(self, wait_seconds: float = 0.0) -> bool:
-        """Send the keeper away, which brings the process back first.
+        """End the helper, which brings the process back first.
 
         Returns:
-            Whether it runs, after at most so long. If not, the keeper goes on trying.
+            Whether the process runs, after at most `wait_seconds`. If not, the helper keeps trying.
         """
         with self._operating:
             link = self._link
@@ -244,7 +244,7 @@ class DriverCheckpoint:
         return self.state == "running"
 
     def forget_parent(self) -> None:
-        """In a forked child: its parent's keeper, lock and state are not its own."""
+        """In a forked child: drop the parent's helper, lock and state."""
         self._pid = os.getpid()
         self._operating = threading.RLock()
         self._changed = threading.Event()
@@ -252,10 +252,10 @@ class DriverCheckpoint:
         self._garbage.let_go()
         self.state = "running"
 
-    # keepers
+    # helpers
 
-    def _start_keeper(self) -> HelperClient:
-        link = HelperClient(self._settings, on_event=self._heard, on_gone=self._keeper_gone)
+    def _start_helper(self) -> HelperClient:
+        link = HelperClient(self._settings, on_event=self._on_event, on_gone=self._helper_gone)
         try:
             self._try_out(link)
         except BaseException:
@@ -267,18 +267,18 @@ class DriverCheckpoint:
     def _try_out(self, link: HelperClient) -> None:
         answer = link.ask("state", _STATE_SECONDS)
         if not answer["ok"] and yama_scope() == 1 and why_not_permitted(answer["error"]):
-            # Yama lets a process be acted on by its ancestors alone, unless it names another one
+            # Yama allows only ancestors to trace a process, unless it names another one
             self._named_tracer = allow_tracing(link.pid)
             answer = link.ask("state", _STATE_SECONDS)
         if not answer["ok"]:
             raise HelperError(str(answer["error"]))
 
     def _replacement(self, dead: HelperClient | None) -> str:
-        """A new keeper that goes on with lease and needs; the state that it finds."""
+        """Start a new helper with our lease and needs; returns the state of this process."""
         self._link = None
         if dead is not None:
             dead.kill()
-        link = self._start_keeper()
+        link = self._start_helper()
         lease = self._lease_end
         left = None if lease is None else max(lease - time.monotonic(), 0.0)
         try:
@@ -296,14 +296,14 @@ class DriverCheckpoint:
                 "adopt", _STATE_SECONDS, need=self._need, lease_seconds=lease_seconds
             )
         except HelperError as error:
-            _log.warning("the lease could not be changed: %s", error)
+            _log.warning("changing the lease failed: %s", error)
 
     def _ask_back(self, wait_seconds: float) -> dict[str, Any]:
-        """Restore by the keeper at hand, else a new one, else by this process itself."""
-        said, silent = "", 0
-        for _ in range(_NEW_KEEPERS):
+        """Restore by the current helper, else by a new one, else by this process itself."""
+        why, hanging = "", 0
+        for _ in range(_NEW_HELPERS):
             link = self._link
-            if self.state == "running":  # a lease has ended meanwhile
+            if self.state == "running":  # the lease has ended meanwhile
                 return {"ok": True}
             try:
                 if link is None or not link.alive:
@@ -313,14 +313,14 @@ class DriverCheckpoint:
                     timeout = wait_seconds + self._call_seconds
                     return link.ask("restore", timeout, wait_seconds=wait_seconds)
             except HelperError as error:
-                said = str(error)
+                why = str(error)
                 self._link = None
                 if link is not None:
                     link.kill()
-                silent += error.silent
-                if silent > 1:  # a new one too: whoever calls the driver, hangs
-                    return {"ok": False, "lost": True, "state": "unknown", "error": said}
-        _log.warning("no keeper brings the process back, it does so itself: %s", said)
+                hanging += error.silent
+                if hanging > 1:  # the new one too: the driver hangs
+                    return {"ok": False, "lost": True, "state": "unknown", "error": why}
+        _log.warning("no helper available, the process brings itself back: %s", why)
         return self._back_by_ourselves(wait_seconds)
 
     def _back_by_ourselves(self, wait_seconds: float) -> dict[str, Any]:
@@ -329,14 +329,14 @@ class DriverCheckpoint:
         except ImportError as error:
             return {"ok": False, "lost": True, "state": self.state, "error": str(error)}
         room = DeviceRoom(os.getpid(), need=self._need, ask_smi=True)
-        why_not = bring_back_within(calls, room, wait_seconds)
-        if why_not is None:
+        failure = bring_back_within(calls, room, wait_seconds)
+        if failure is None:
             return {"ok": True}
-        lost = not why_not.out_of_memory
-        return {"ok": False, "lost": lost, "state": "checkpointed", "error": str(why_not)}
+        lost = not failure.out_of_memory
+        return {"ok": False, "lost": lost, "state": "checkpointed", "error": str(failure)}
 
-    def _undone_without_keeper(self, said: str) -> Exception:
-        """The keeper died or hangs in the middle of a checkpoint."""
+    def _undone_without_helper(self, why: str) -> Exception:
+        """Undo after the helper died or hung during a checkpoint; returns the error to raise."""
         self._lease_end = None
         link, self._link = self._link, None
         if link is not None:
@@ -344,19 +344,19 @@ class DriverCheckpoint:
         answer = self._ask_back(0.0)
         if answer["ok"]:
             self._end()
-            return YieldRefusedError(f"driver checkpoint: {said}; undone, the process runs on")
-        return self._stuck(f"driver checkpoint: {said}; {answer['error']}", answer)
+            return YieldRefusedError(f"driver checkpoint: {why}; undone, the process keeps running")
+        return self._stuck(f"driver checkpoint: {why}; {answer['error']}", answer)
 
-    def _stuck(self, said: str, answer: dict[str, Any]) -> Exception:
-        """It does not run, though it should."""
+    def _stuck(self, why: str, answer: dict[str, Any]) -> Exception:
+        """The error for a process that could not be brought back."""
         if answer["state"] == "checkpointed" and not answer["lost"]:
             self.state = "checkpointed"
-            return YieldFailedError(f"{said}; {_STAYS}")
+            return YieldFailedError(f"{why}; {_STAYS}")
         self.state = "failed"
-        return YieldFailedError(f"{said}; the process is {answer['state']}, {_END_IT}")
+        return YieldFailedError(f"{why}; the process is {answer['state']}, {_END_IT}")
 
     def _end(self) -> None:
-        """The process runs; the keeper has nothing left to keep."""
+        """The process runs again: end the helper and reset."""
         self.state = "running"
         self._lease_end, self._need = None, {}
         link, self._link = self._link, None
@@ -371,41 +371,39 @@ class DriverCheckpoint:
             self._named_tracer = False
             allow_tracing()
 
-    # what the keeper says by itself, on the link's thread
+    # events of the helper, on the client's thread
 
-    def _heard(self, link: HelperClient, message: dict[str, Any]) -> None:
+    def _on_event(self, link: HelperClient, message: dict[str, Any]) -> None:
         if link is not self._link:
-            return  # it says so as it goes
+            return  # a helper that was replaced
         try:
             if message["event"] == "restored":
-                self._came_back(float(message["seconds"]), str(message["by"]))
+                size = self.size_bytes
+                self._end()
+                phase = PhaseTime(Phase.RESTORE, float(message["seconds"]), size)
+                self._report_restored(phase, str(message["by"]))
             elif message["event"] == "waiting":
-                told = str(message["error"])
-                _log.warning("the lease is over, the process can not come back yet: %s", told)
+                why = str(message["error"])
+                _log.warning("the lease has expired, the process cannot be restored yet: %s", why)
                 if self.on_waiting is not None:
-                    self.on_waiting(told)
+                    self.on_waiting(why)
         except Exception:
-            _log.warning("a message of the keeper was lost", exc_info=True)
+            _log.warning("handling a message of the helper failed", exc_info=True)
 
-    def _came_back(self, seconds: float, why: str) -> None:
-        size = self.size_bytes
-        self._end()
-        self._tell_back(PhaseTime(Phase.RESTORE, seconds, size), why)
-
-    def _tell_back(self, phase: PhaseTime, why: str) -> None:
+    def _report_restored(self, phase: PhaseTime, why: str) -> None:
         _log.info("brought back (%s) in %.2f s", why, phase.seconds)
         if self.on_restored is not None:
             self.on_restored(phase)
 
-    def _keeper_gone(self, link: HelperClient, said: str) -> None:
-        """It ended though there is something to keep: somebody else must end the lease."""
+    def _helper_gone(self, link: HelperClient, why: str) -> None:
+        """The helper ended while needed: replace it, so that the lease is ended."""
         if link is not self._link or self.state not in {"checkpointed", "failed"}:
             return
-        _log.warning("%s; another takes its place", said)
-        for _ in range(_NEW_KEEPERS):
+        _log.warning("%s; it is replaced", why)
+        for _ in range(_NEW_HELPERS):
             while not self._operating.acquire(timeout=_TURN_SECONDS):
                 if self._link is not link:
-                    return  # whoever operates has seen it
+                    return  # the running operation has replaced it
             back = None
             try:
                 if self._link is not link or self.state != "checkpointed":
@@ -416,17 +414,17 @@ class DriverCheckpoint:
                 self._end()
                 back = PhaseTime(Phase.RESTORE, 0.0, size)
             except HelperError as error:
-                _log.warning("no other keeper: %s", error)
-                self._link = link  # its place is still to be taken
+                _log.warning("the helper could not be replaced: %s", error)
+                self._link = link  # still to be replaced
             finally:
                 self._operating.release()
             if back is not None:
-                self._tell_back(back, "somebody else")
+                self._report_restored(back, "somebody else")
                 return
         self._end_lease_ourselves()
 
     def _end_lease_ourselves(self) -> None:
-        """No keeper can be started: this thread takes its place, as long as it gets a turn."""
+        """If no helper can be started, this thread ends the lease, unless it is blocked."""
         lease = self._lease_end
         if lease is None or sys.is_finalizing():
             return
@@ -443,7 +441,7 @@ class DriverCheckpoint:
                     self._end()
             if answer["ok"]:
                 seconds = time.monotonic() - started
-                self._tell_back(PhaseTime(Phase.RESTORE, seconds, size), "lease")
+                self._report_restored(PhaseTime(Phase.RESTORE, seconds, size), "lease")
                 return
             if self.on_waiting is not None:
                 self.on_waiting(str(answer["error"]))
@@ -452,5 +450,5 @@ class DriverCheckpoint:
 
 def _there(link: HelperClient | None) -> HelperClient:
     if link is None:
-        raise HelperError("there is no keeper")
+        raise HelperError("there is no helper")
     return link

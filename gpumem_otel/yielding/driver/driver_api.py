@@ -1,21 +1,21 @@
-"""The driver's checkpoint of a process, and how much room its return needs. No torch in here.
+"""Calls the driver's checkpoint of a process, and checks the device memory that a restore needs.
 
-What is known of `cuCheckpointProcess*` (CUDA Driver API, "CUDA Checkpointing"; NVIDIA's README and
-issues of the repository cuda-checkpoint; what was measured on an H200 with driver 580 is said so):
+Facts about `cuCheckpointProcess*` (CUDA Driver API, "CUDA Checkpointing"; README and issues of
+NVIDIA's repository cuda-checkpoint; "measured" is on an H200 with driver 580):
 
 * running --lock--> locked --checkpoint--> checkpointed --restore--> locked --unlock--> running;
-  any other order is CUDA_ERROR_ILLEGAL_STATE. A lock that is given a timeout and reaches it leaves
-  the process running (CUDA_ERROR_NOT_READY); 0 would be no timeout.
+  any other order is CUDA_ERROR_ILLEGAL_STATE. A lock that reaches its timeout leaves the process
+  running (CUDA_ERROR_NOT_READY); 0 would be no timeout.
 * lock waits for submitted work; afterwards CUDA calls of the process block, without the
-  interpreter lock where the caller released it (measured). So do NVML's, `nvmlInit` too where it
-  was called before (measured): the process that is locked asks another one how much is free.
-* restore needs persistence mode or a process that has called `cuInit`. Such a process keeps 4 MiB
-  of each device, without a context (measured): where persistence mode is on, the keeper lets go of
-  the driver for as long as it has nothing to do with it.
+  interpreter lock if the caller released it (measured). So do NVML calls, even `nvmlInit`
+  (measured): a locked process must ask another one how much memory is free.
+* restore needs persistence mode or a process that has called `cuInit`. Such a process holds 4 MiB
+  of each device, without a context (measured): where persistence mode is on, the helper unloads
+  the driver while it does not need it.
 * "does not attempt to keep the process in a good state if an error [...] is encountered during
-  checkpoint or restore" (README): what would fail is to be known before.
-* a restore that ran out of device memory may never succeed afterwards (issue 44 there: error 2,
-  then 304 for ever, driver 580.95): so room is looked for before each restore.
+  checkpoint or restore" (README): whatever would fail must be known beforehand.
+* a restore that ran out of device memory may never succeed afterwards (issue 44: error 2, then
+  always 304, driver 580.95): so free memory is checked before each restore.
 * no UVM, no IPC memory, x86-64 only (README), no MIG (issue 42), no NCCL communicator (issue 30;
   measured: checkpoint succeeds, restore fails with 801, unlock with 401, the job is lost).
 """
@@ -36,10 +36,10 @@ DRIVER: Final = "cuda.bindings.driver"
 NVML: Final = "pynvml"
 _INSTALL: Final = "pip install 'cuda-bindings>=12.8' nvidia-ml-py"
 NOT_INSTALLED: Final = f"cuda-bindings is not installed: {_INSTALL}"
-NOT_LOADED: Final = f"cuda-bindings can not be imported: {_INSTALL}"
-NO_DRIVER: Final = "there is no NVIDIA driver here (libcuda.so.1 can not be loaded)"
+NOT_LOADED: Final = f"cuda-bindings cannot be imported: {_INSTALL}"
+NO_DRIVER: Final = "there is no NVIDIA driver here (libcuda.so.1 cannot be loaded)"
 OLDEST_CUDA: Final = 12080
-"""What `cuDriverGetVersion` answers with driver 570, the first with these calls."""
+"""`cuDriverGetVersion` of driver 570, the first with these calls."""
 
 _LIBRARY: Final = "libcuda.so.1"
 _STATES: Final = {
@@ -55,7 +55,7 @@ _NOT_READY: Final = 600
 _PAUSE_SECONDS: Final = 0.5
 _SMI_SECONDS: Final = 20.0
 _NOISE_BYTES: Final = 8 << 20
-"""A device whose free memory changed by less was not used by the process."""
+"""If a device's free memory changed by less, the process did not use it."""
 
 
 class DriverError(Exception):
@@ -71,24 +71,24 @@ class DriverError(Exception):
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether the device has no room."""
+        """Whether the device is full."""
         return self.code == OUT_OF_MEMORY
 
     @property
     def timed_out(self) -> bool:
-        """Whether a lock reached its timeout; the process runs."""
+        """Whether a lock reached its timeout; the process keeps running."""
         return self.code == _NOT_READY
 
 
 class DriverCalls:
-    """Calls for one process, from itself or another one.
+    """The calls for one process, made by itself or another one.
 
     Args:
         pid: the process that is locked and moved.
         driver: name of the module with the driver's functions.
 
     Raises:
-        ImportError: the module is not there, or broken.
+        ImportError: the module is missing or broken.
     """
 
     def __init__(self, pid: int, *, driver: str = DRIVER) -> None:
@@ -99,10 +99,10 @@ class DriverCalls:
             raise ImportError(NOT_LOADED) from error
 
     def start(self) -> None:
-        """Load the driver; makes no context.
+        """Load the driver, without creating a context.
 
         Raises:
-            DriverError: it is not there, or older than 570.
+            DriverError: it is missing, or older than 570.
         """
         if not hasattr(self._driver, "cuCheckpointProcessLock"):
             raise DriverError("cuda-bindings", -1, "older than 12.8, without checkpoint calls")
@@ -117,42 +117,41 @@ class DriverCalls:
         return _STATES.get(int(state), f"unknown ({int(state)})")
 
     def lock(self, timeout_seconds: float) -> None:
-        """Block further CUDA calls of the process, once its submitted work is done."""
+        """Wait for submitted work and block further CUDA calls of the process."""
         arguments = self._driver.CUcheckpointLockArgs()
         arguments.timeoutMs = max(math.ceil(timeout_seconds * 1000), 1)
         self._call("cuCheckpointProcessLock", self._pid, arguments)
 
     def checkpoint(self) -> None:
-        """Bring its device memory to host memory and let the devices go."""
+        """Move its device memory to host memory and release the devices."""
         arguments = self._driver.CUcheckpointCheckpointArgs()
         self._call("cuCheckpointProcessCheckpoint", self._pid, arguments)
 
     def restore(self) -> None:
-        """The way back; it is locked afterwards."""
+        """Undo `checkpoint`; the process is locked afterwards."""
         arguments = self._driver.CUcheckpointRestoreArgs()
         self._call("cuCheckpointProcessRestore", self._pid, arguments)
 
     def unlock(self) -> None:
-        """Let it call CUDA again."""
+        """Allow CUDA calls again."""
         arguments = self._driver.CUcheckpointUnlockArgs()
         self._call("cuCheckpointProcessUnlock", self._pid, arguments)
 
     def _call(self, name: str, *arguments: Any) -> tuple[Any, ...]:
         try:
             result, *values = getattr(self._driver, name)(*arguments)
-        except Exception as error:  # no driver library, or one that does not know the call
-            told = f"{name} is not to be had: the driver and cuda-bindings do not fit"
+        except Exception as error:  # no driver library, or one without the call
+            why = f"{name} is not available: the driver and cuda-bindings do not match"
             if self._driver.__name__ == DRIVER and not has_driver():
-                told = NO_DRIVER
-            raise DriverError(told, -1, "") from error
+                why = NO_DRIVER
+            raise DriverError(why, -1, "") from error
         if int(result):
-            said = getattr(result, "name", "") or str(result)
-            raise DriverError(name, int(result), said)
+            raise DriverError(name, int(result), getattr(result, "name", "") or str(result))
         return tuple(values)
 
 
 def has_driver() -> bool:
-    """Whether the driver's library can be loaded; nothing of it is called."""
+    """Whether the driver's library can be loaded; calls none of its functions."""
     try:
         ctypes.CDLL(_LIBRARY)
     except OSError:
@@ -161,13 +160,13 @@ def has_driver() -> bool:
 
 
 def bring_back(calls: DriverCalls) -> float:
-    """Restore and unlock, whichever of the two is still to be done.
+    """Restore and unlock, as far as needed.
 
     Returns:
         Seconds.
 
     Raises:
-        DriverError: the state is what the driver says.
+        DriverError: a call failed, or the process is in another state.
     """
     started = time.monotonic()
     state = calls.state()
@@ -178,17 +177,17 @@ def bring_back(calls: DriverCalls) -> float:
         calls.unlock()
         state = "running"
     if state != "running":
-        raise DriverError("restore", -1, f"the driver says the process is {state}")
+        raise DriverError("restore", -1, f"the driver reports the process as {state}")
     return time.monotonic() - started
 
 
 def bring_back_within(
     calls: DriverCalls, room: DeviceRoom, wait_seconds: float
 ) -> DriverError | None:
-    """Bring a process back once there is room, on the calling thread.
+    """Bring a process back once there is enough device memory, on the calling thread.
 
     Returns:
-        Why not, after at most so long; None where it runs.
+        None once it runs; the error if it does not within `wait_seconds`.
     """
     end = time.monotonic() + wait_seconds
     while True:
@@ -207,22 +206,20 @@ def bring_back_within(
 
 
 def no_room(missing_bytes: int) -> DriverError:
-    """What stands in the way while so many bytes are missing."""
-    told = f"{max(missing_bytes >> 20, 1)} MiB more must become free on the device"
-    return DriverError(told, OUT_OF_MEMORY, "")
+    """The error while device memory is missing."""
+    why = f"{max(missing_bytes >> 20, 1)} MiB more must become free on the device"
+    return DriverError(why, OUT_OF_MEMORY, "")
 
 
 class DeviceRoom:
-    """Bytes that a process gave up on each device, and whether so many are free there now.
+    """The bytes that a process gave up on each device, and whether as many are free there now.
 
-    By NVML, which needs no context. Where it is not there nothing is known, and a restore has to
-    be tried blindly.
+    Uses NVML, which needs no context. Without NVML nothing is known, and a restore is tried anyway.
 
     Args:
-        pid: the process.
         nvml: name of the module.
-        need: by device UUID, where it is known from before.
-        ask_smi: ask `nvidia-smi` instead, which the process itself has to do while it is locked.
+        need: by device UUID, if known from before.
+        ask_smi: use `nvidia-smi` instead, as a locked process must.
     """
 
     def __init__(
@@ -246,19 +243,19 @@ class DeviceRoom:
                 self._nvml = None
 
     def note_before(self) -> None:
-        """Before the checkpoint."""
+        """Read free memory before the checkpoint."""
         self._before = self._look()
 
     def note_after(self, least: Mapping[str, int]) -> None:
-        """After it: what it gave up.
+        """After the checkpoint: compute what the process gave up.
 
-        The process's own number counts where NVML knows it by this pid, which shows by its
-        being gone now; else, as in many containers, the change of what is free. Others may take
-        memory meanwhile, so it is never less than what the process knows of: a restore that
-        finds no room may be the end of it, one that waits for too much only waits.
+        This is NVML's number for the pid if that has dropped to 0; else (in many containers NVML
+        does not know the pid) the change of free memory. Others may allocate meanwhile, so it is
+        at least `least`: a restore that runs out of memory may lose the process, one that waits
+        for too much only waits.
 
         Args:
-            least: bytes that it is known to have had, by device UUID.
+            least: bytes that the process is known to have had, by device UUID.
         """
         self.need = {}
         now = self._look()
@@ -270,12 +267,12 @@ class DeviceRoom:
                 self.need[uuid] = gave
 
     def missing_bytes(self) -> int:
-        """Bytes that are to become free before a restore can succeed; 0 where nothing is known."""
+        """Bytes that must become free before a restore can succeed; 0 if unknown."""
         now = self._look() if self.need else {}
         return sum(max(need - now[uuid][0], 0) for uuid, need in self.need.items() if uuid in now)
 
     def persistent(self) -> bool:
-        """Whether the driver keeps the devices that were used ready though nobody has them open."""
+        """Whether the driver keeps the used devices initialized without any client."""
         used = 0
         try:
             for index in range(int(self._nvml.nvmlDeviceGetCount())):
@@ -284,16 +281,16 @@ class DeviceRoom:
                     used += 1
                     if not self._nvml.nvmlDeviceGetPersistenceMode(handle):
                         return False
-        except Exception:  # no NVML, or a device that is not ours to ask
+        except Exception:  # no NVML, or no permission
             return False
         return used > 0
 
     def _look_by_nvml(self) -> dict[str, tuple[int, int]]:
         """UUID -> (free bytes, bytes of the process)."""
-        found: dict[str, tuple[int, int]] = {}
+        memory: dict[str, tuple[int, int]] = {}
         nvml = self._nvml
         if nvml is None:
-            return found
+            return memory
         try:
             for index in range(int(nvml.nvmlDeviceGetCount())):
                 handle = nvml.nvmlDeviceGetHandleByIndex(index)
@@ -303,26 +300,26 @@ class DeviceRoom:
                     if process.pid == self._pid
                 )
                 free = int(nvml.nvmlDeviceGetMemoryInfo(handle).free)
-                found[_text(nvml.nvmlDeviceGetUUID(handle))] = free, own
-        except Exception:  # NVMLError: a device that is not ours to ask
-            return found
-        return found
+                memory[_text(nvml.nvmlDeviceGetUUID(handle))] = free, own
+        except Exception:  # NVMLError: no permission
+            return memory
+        return memory
 
 
 def _look_by_smi() -> dict[str, tuple[int, int]]:
-    """UUID -> (free bytes, 0); {} where it can not be asked."""
+    """UUID -> (free bytes, 0); {} if it fails."""
     ask = ["nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits"]
-    found: dict[str, tuple[int, int]] = {}
+    memory: dict[str, tuple[int, int]] = {}
     try:
-        done = subprocess.run(  # noqa: S603 - by its name, as an operator calls it
+        done = subprocess.run(  # noqa: S603 - found in PATH, as for an operator
             ask, capture_output=True, text=True, timeout=_SMI_SECONDS, check=True
         )
         for line in done.stdout.splitlines():
             uuid, _, mebibytes = line.partition(",")
-            found[uuid.strip()] = int(mebibytes) << 20, 0
+            memory[uuid.strip()] = int(mebibytes) << 20, 0
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
-    return found
+    return memory
 
 
 def _text(value: str | bytes) -> str:

@@ -1,10 +1,10 @@
 """The helper process that locks, checkpoints and brings back its parent.
 
-`python -m gpumem_otel.yielding.driver.helper SETTINGS`, started by `HelperClient`. It needs neither
-the parent's interpreter lock nor its allocator, so it can end a lease even while all Python of the
-parent stands still. torch is not imported.
+`HelperClient` starts it as `python -m gpumem_otel.yielding.driver.helper SETTINGS`. It needs
+neither the parent's interpreter lock nor its allocator, so it can end a lease even while all Python
+threads of the parent are blocked. torch is not imported.
 
-It reads commands from standard input and answers on standard output, one JSON object a line:
+It reads commands from standard input and answers on standard output, one JSON object per line:
 
     {"id": 1, "do": "state"}
     {"id": 2, "do": "adopt", "need": {uuid: bytes}, "lease_seconds": 60.0}
@@ -15,13 +15,13 @@ It reads commands from standard input and answers on standard output, one JSON o
     {"event": "restored", "by": "lease", "seconds": 0.9}
     {"event": "waiting", "error": "..."}
 
-It brings the parent back by itself when the lease runs out, when the pipe is closed while the
-parent lives, and on SIGTERM (`kill PID`: the way out where the parent can hear nothing); it tries
-again with growing pauses while the device has no room. When the parent has ended, so does it.
+It brings the parent back by itself when the lease expires, when the pipe is closed while the parent
+lives, and on SIGTERM (`kill PID`, for a parent that does not respond); while the device is full it
+retries with growing pauses. It ends when the parent has ended.
 
-Whoever has loaded the driver holds a little memory of each device. So once the parent is
-checkpointed, and where the driver keeps devices ready by itself, this process starts itself anew
-(execve(2): the same pid, the same pipes) and loads the driver only when it is needed.
+A process that has loaded the driver holds a little memory of each device. So once the parent is
+checkpointed, and if the driver keeps the devices initialized by itself, this process re-executes
+itself (execve(2): same pid, same pipes) and loads the driver only when it is needed.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ if TYPE_CHECKING:
 
 _STDERR: Final = 2
 _LOOK_SECONDS: Final = 1.0
-"""Where the kernel has no pidfd the parent is looked for so often."""
+"""Interval of checks for the parent if the kernel has no pidfd."""
 
 
 class CheckpointHelper:
-    """What the process does, without its loop.
+    """The helper without its loop.
 
     Args:
-        calls: the driver, for the parent.
-        room: makes a `DeviceRoom` from what is needed on each device.
-        say: writes one message.
-        first_pause_seconds: before a restore is tried a second time; twice as long each time.
-        longest_pause_seconds: at most.
+        calls: the driver's calls for the parent.
+        room: makes a `DeviceRoom` from the bytes needed on each device.
+        send: writes one message.
+        first_pause_seconds: before a restore is retried; doubled each time.
+        longest_pause_seconds: limit of the pause.
         monotonic: seconds of a clock that never goes back, the same in every process.
-        loaded: whether `calls` were started; else they are when they are needed.
+        loaded: whether `calls` were started; else they are started when needed.
 
     Attributes:
         ended: nothing is left to do.
@@ -73,7 +73,7 @@ class CheckpointHelper:
         calls: DriverCalls,
         *,
         room: Callable[[dict[str, int]], DeviceRoom],
-        say: Callable[[dict[str, Any]], object],
+        send: Callable[[dict[str, Any]], object],
         first_pause_seconds: float = 0.25,
         longest_pause_seconds: float = 10.0,
         monotonic: Callable[[], float] = time.monotonic,
@@ -85,23 +85,23 @@ class CheckpointHelper:
         self._loaded = loaded
         self._make_room = room
         self._room = room({})
-        self._say = say
+        self._send = send
         self._pauses = first_pause_seconds, longest_pause_seconds
         self._pause = first_pause_seconds
         self._now = monotonic
         self._lease_end: float | None = None
-        self._due = ""  # why it comes back unasked
-        self._asked: tuple[int, float] | None = None  # who asked for it, and until when
+        self._due = ""  # why the parent must be brought back without a command
+        self._asked: tuple[int, float] | None = None  # restore command: id and deadline
         self._next_try = 0.0
-        self._said = ""
+        self._reported = ""
 
     @property
     def _calls(self) -> DriverCalls:
-        """The driver.
+        """The driver's calls.
 
         Raises:
-            ImportError: it can not be loaded any more. That is no fault of the parent, so it must
-                not look like one that the driver found there: end, and another takes our place.
+            ImportError: the driver cannot be loaded again. Not a `DriverError`, which would blame
+                the parent: this helper must end and be replaced.
         """
         if not self._loaded:
             try:
@@ -113,35 +113,35 @@ class CheckpointHelper:
 
     @property
     def rests(self) -> bool:
-        """The driver is not needed for now, and the devices stay ready without us."""
+        """Whether the driver can be unloaded: it is idle, and the devices stay initialized."""
         return self._can_rest and not (self.ended or self._due or self._asked)
 
     def stay(self) -> None:
-        """Keep the driver loaded after all."""
+        """Keep the driver loaded, since re-executing failed."""
         self._can_rest = False
 
     def kept(self) -> dict[str, Any]:
-        """What another one goes on with, see `resume`."""
+        """The state for `resume`."""
         return {"need": self._room.need, "lease_end": self._lease_end}
 
     def resume(self, need: dict[str, int], lease_end: float | None) -> None:
-        """Go on with what another one kept, of a parent that is checkpointed."""
+        """Continue for a checkpointed parent, with the state of `kept`."""
         self._room = self._make_room(need)
         self._lease_end = lease_end
 
-    # what comes in
+    # commands
 
     def command(self, line: str) -> None:
-        """Work off one line."""
+        """Execute one line."""
         message = json.loads(line)
         number = int(message["id"])
         try:
             getattr(self, "_do_" + str(message["do"]))(number, message)
-        except Exception as error:  # whatever it is: who keeps a lease must live on
+        except Exception as error:  # the helper must live on to end the lease
             self._answer(number, ok=False, state=self._state(), lost=False, error=str(error))
 
     def leave(self, why: str) -> None:
-        """Bring the parent back and end: the pipe is closed, or somebody says so."""
+        """Bring the parent back and end, after a closed pipe or a signal."""
         self._bring_back_unasked(why)
 
     def _do_state(self, number: int, _message: dict[str, Any]) -> None:
@@ -184,25 +184,25 @@ class CheckpointHelper:
     # checkpoint
 
     def _not_locked(self, number: int, error: DriverError, seconds: float) -> None:
-        told = str(error)
+        why = str(error)
         if error.timed_out:
-            told = f"the device's work did not end within {seconds:g} s ({error})"
+            why = f"the device's work did not end within {seconds:g} s ({error})"
         state = self._state()
-        if state == "locked":  # a lock of somebody else, or one that was late
+        if state == "locked":  # by another process, or just after the timeout
             self._undo(number, error)
         else:
-            self._answer(number, ok=False, state=state, lost=state == "failed", error=told)
+            self._answer(number, ok=False, state=state, lost=state == "failed", error=why)
 
     def _undo(self, number: int, error: DriverError) -> None:
         self._set_lease(None)
-        told = str(error)
+        why = str(error)
         try:
             bring_back(self._calls)
         except DriverError as second:
-            told = f"{error}, and then {second}"
+            why = f"{error}, and then {second}"
         state = self._state()
         lost = state not in {"running", "checkpointed"}
-        self._answer(number, ok=False, state=state, lost=lost, error=told)
+        self._answer(number, ok=False, state=state, lost=lost, error=why)
 
     # restore
 
@@ -216,7 +216,7 @@ class CheckpointHelper:
             self._due = why
 
     def wait_seconds(self) -> float | None:
-        """Until `turn` has something to do; None: until something comes in."""
+        """Until `turn` has something to do; None: until the next command."""
         moments = []
         if self._due or self._asked:
             moments.append(self._next_try)
@@ -227,7 +227,7 @@ class CheckpointHelper:
         return max(min(moments) - self._now(), 0.0) if moments else None
 
     def turn(self) -> None:
-        """Do what is due by now."""
+        """Do what is due now."""
         now = self._now()
         if self._lease_end is not None and now >= self._lease_end:
             self._lease_end = None
@@ -246,52 +246,52 @@ class CheckpointHelper:
         else:
             self._back(seconds)
 
-    def _not_back(self, told: str, *, lost: bool) -> None:
+    def _not_back(self, why: str, *, lost: bool) -> None:
         self._next_try = self._now() + self._pause
         self._pause = min(self._pause * 2, self._pauses[1])
         state = self._state()
         if self._asked and (lost or self._next_try > self._asked[1]):
             number, self._asked = self._asked[0], None
-            self._answer(number, ok=False, state=state, lost=lost, error=told)
-        if self._due and told != self._said:
-            self._said = told
-            self._say({"event": "waiting", "state": state, "lost": lost, "error": told})
+            self._answer(number, ok=False, state=state, lost=lost, error=why)
+        if self._due and why != self._reported:
+            self._reported = why
+            self._send({"event": "waiting", "state": state, "lost": lost, "error": why})
 
     def _back(self, seconds: float) -> None:
-        why, self._due, self._said = self._due, "", ""
+        why, self._due, self._reported = self._due, "", ""
         self._lease_end, self._can_rest = None, False
         if self._asked:
             number, self._asked = self._asked[0], None
             self._answer(number, ok=True, state="running", seconds=seconds)
         else:
-            self._say({"event": "restored", "by": why, "seconds": seconds})
+            self._send({"event": "restored", "by": why, "seconds": seconds})
         if why not in ("", "lease"):
             self.ended = True
 
     def _state(self) -> str:
-        if not self._loaded:  # nobody else brings it back, and it is not worth to load the driver
+        if not self._loaded:  # only we could have restored it: no need to load the driver
             return "checkpointed"
         try:
             return self._calls.state()
         except DriverError:
             return "unknown"
 
-    def _answer(self, number: int, **told: Any) -> None:
-        self._say({"id": number, **told})
+    def _answer(self, number: int, **fields: Any) -> None:
+        self._send({"id": number, **fields})
 
 
 def _serve(
-    keeper: CheckpointHelper, parent: int, commands: int, wake: int, anew: Callable[[], None]
+    helper: CheckpointHelper, parent: int, commands: int, wake: int, reexecute: Callable[[], None]
 ) -> None:
-    """Until the parent has ended, or it is back and we were sent away."""
+    """Run until the parent has ended, or is back and we have to end."""
     watched = [commands, wake]
     alive: int | None = None
     with contextlib.suppress(OSError, AttributeError):
         alive = os.pidfd_open(parent)
         watched.append(alive)
     waiting = b""
-    while os.getppid() == parent and not keeper.ended:
-        seconds = keeper.wait_seconds()
+    while os.getppid() == parent and not helper.ended:
+        seconds = helper.wait_seconds()
         if alive is None:
             seconds = _LOOK_SECONDS if seconds is None else min(seconds, _LOOK_SECONDS)
         ready, _, _ = select.select(watched, [], [], seconds)
@@ -299,39 +299,39 @@ def _serve(
             return
         if wake in ready:
             os.read(wake, 512)
-            keeper.leave("signal")
+            helper.leave("signal")
         if commands in ready:
             data = os.read(commands, 65536)
             if not data:
                 watched.remove(commands)
-                keeper.leave("closed")
+                helper.leave("closed")
             *lines, waiting = (waiting + data).split(b"\n")
             for line in lines:
-                keeper.command(line.decode())
-        keeper.turn()
-        if keeper.rests and not waiting:
-            anew()
-            keeper.stay()
+                helper.command(line.decode())
+        helper.turn()
+        if helper.rests and not waiting:
+            reexecute()
+            helper.stay()
 
 
-def _start_anew(settings: dict[str, Any], kept: dict[str, Any], out: int, wake: int) -> None:
-    """Become a new image of this process, in which the driver is not loaded; returns if it fails.
+def _reexecute(settings: dict[str, Any], kept: dict[str, Any], out: int, wake: int) -> None:
+    """Replace this process by a new image without the driver; returns if that fails.
 
-    No SIGTERM is lost: what came is still in the pipe, what comes is blocked until the new image
-    has its handler.
+    No SIGTERM is lost: an earlier one is still in the pipe, a later one is blocked until the new
+    image has its handler.
     """
-    told = json.dumps({**settings, "resume": kept})
+    argument = json.dumps({**settings, "resume": kept})
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
         if select.select([wake], [], [], 0)[0]:
             raise InterruptedError
         for entry in Path("/proc/self/fd").iterdir():
             if int(entry.name) > _STDERR:
-                with contextlib.suppress(OSError):  # that of the listing is closed by now
+                with contextlib.suppress(OSError):  # the listing's own is closed by now
                     os.set_inheritable(int(entry.name), False)
         os.dup2(out, 1)
-        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:-1], told])  # noqa: S606 - ourselves
-    except OSError:  # it goes on as it is, and holds its little memory
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:-1], argument])  # noqa: S606 - ourselves
+    except OSError:  # continue with the driver loaded
         os.dup2(_STDERR, 1)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
@@ -341,14 +341,14 @@ def main(argv: list[str]) -> int:
 
     Args:
         argv: one JSON object: `pid`, `driver`, `nvml`, `first_pause_seconds`,
-            `longest_pause_seconds`; `resume` where it has started itself anew.
+            `longest_pause_seconds`; `resume` after a re-execution.
 
     Returns:
-        0, or 1 where the driver can not be used; the first line said why.
+        0, or 1 if the driver cannot be used; the first message has the reason.
     """
     settings = json.loads(argv[0])
     parent = int(settings["pid"])
-    # what libraries print must not end up among the messages
+    # output of libraries must not mix with the messages
     out = os.dup(1)
     os.dup2(_STDERR, 1)
     reading, writing = os.pipe()
@@ -360,9 +360,9 @@ def main(argv: list[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     resumed = settings.pop("resume", None)
 
-    def say(message: dict[str, Any]) -> None:
+    def send(message: dict[str, Any]) -> None:
         data = (json.dumps(message) + "\n").encode()
-        with contextlib.suppress(OSError):  # nobody reads any more
+        with contextlib.suppress(OSError):  # the parent has closed the pipe
             while data:
                 data = data[os.write(out, data) :]
 
@@ -370,22 +370,22 @@ def main(argv: list[str]) -> int:
         calls = DriverCalls(parent, driver=settings["driver"])
         if resumed is None:
             calls.start()
-        keeper = CheckpointHelper(
+        helper = CheckpointHelper(
             calls,
             room=lambda need: DeviceRoom(parent, nvml=settings["nvml"], need=need),
-            say=say,
+            send=send,
             first_pause_seconds=settings["first_pause_seconds"],
             longest_pause_seconds=settings["longest_pause_seconds"],
             loaded=resumed is None,
         )
     except Exception as error:
-        say({"event": "unusable", "error": str(error)})
+        send({"event": "unusable", "error": str(error)})
         return 1
     if resumed is None:
-        say({"event": "ready"})
+        send({"event": "ready"})
     else:
-        keeper.resume(**resumed)
-    _serve(keeper, parent, 0, reading, lambda: _start_anew(settings, keeper.kept(), out, reading))
+        helper.resume(**resumed)
+    _serve(helper, parent, 0, reading, lambda: _reexecute(settings, helper.kept(), out, reading))
     return 0
 
 

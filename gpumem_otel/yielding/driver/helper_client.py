@@ -1,4 +1,4 @@
-"""The parent's end of the pipes to its keeper."""
+"""The parent's client of the helper process: starts it, sends commands, receives answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _END_SECONDS: Final = 2.0
 
 
 class HelperError(Exception):
-    """The keeper could not be started, has died, or says nothing.
+    """The helper could not be started, has died, or does not answer.
 
     Attributes:
         silent: it lives, but a call of the driver does not return.
@@ -42,15 +42,15 @@ class HelperError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperSettings:
-    """How keepers are started.
+    """How helpers are started.
 
     Attributes:
         driver: name of the module with the driver's functions.
-        nvml: likewise of NVML.
+        nvml: name of the NVML module.
         environ: their environment.
         python: the interpreter.
-        start_seconds: until one must have loaded the driver.
-        first_pause_seconds: see `Keeper`, as is the next.
+        start_seconds: in which a helper must load the driver.
+        first_pause_seconds: see `CheckpointHelper`, as for the next.
     """
 
     driver: str = DRIVER
@@ -63,18 +63,18 @@ class HelperSettings:
 
 
 class HelperClient:
-    """One keeper process, from start to end.
+    """One helper process, from start to end.
 
-    It is started without the site module, in a session of its own and in the root folder, with our
-    `sys.path`: no hook of the environment runs in it, a Ctrl-C of the terminal does not reach it,
-    and it holds no folder of the job.
+    It starts without the site module, in its own session and in the root folder, with our
+    `sys.path`: no hook of the environment runs in it, Ctrl-C in the terminal does not reach it, and
+    it keeps no folder of the job open.
 
     Args:
-        on_event: called on the link's thread with each message that answers no request.
-        on_gone: called there once the keeper has ended, with what it said last.
+        on_event: called on the client's thread with each message that answers no request.
+        on_gone: called there with the last error once the helper has ended.
 
     Raises:
-        KeeperError: it did not come up; it has ended.
+        HelperError: it did not start; it has ended.
     """
 
     def __init__(
@@ -91,21 +91,21 @@ class HelperClient:
         self._waiting: dict[int, tuple[_Answers, Callable[[dict[str, Any]], object] | None]] = {}
         self._ready: _Answers = queue.SimpleQueue()
         self._gone = False
-        self._words = ""
+        self._end_reason = ""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         self._process = self._spawn(settings)
         self.pid = self._process.pid
-        self._thread = threading.Thread(target=self._listen, name="gpumem-otel-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="gpumem-otel-helper", daemon=True)
         self._thread.start()
-        told = self._get(self._ready, settings.start_seconds)
-        if told is None or told["event"] != "ready":
-            silent = told is None and self.alive
+        message = self._get(self._ready, settings.start_seconds)
+        if message is None or message["event"] != "ready":
+            silent = message is None and self.alive
             self.kill()
-            said = self._last_words() if told is None else str(told["error"])
-            raise HelperError(said, silent=silent)
+            why = self._why_silent() if message is None else str(message["error"])
+            raise HelperError(why, silent=silent)
 
     def _spawn(self, settings: HelperSettings) -> subprocess.Popen[bytes]:
-        told = json.dumps(
+        argument = json.dumps(
             {
                 "pid": os.getpid(),
                 "driver": settings.driver,
@@ -117,7 +117,7 @@ class HelperClient:
         path = os.pathsep.join(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 - strings as they are
         try:
             return subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [settings.python, "-S", "-m", _MODULE, told],
+                [settings.python, "-S", "-m", _MODULE, argument],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._errors,
@@ -131,48 +131,48 @@ class HelperClient:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the helper has not ended yet."""
         return not self._gone
 
     def ask(
         self,
-        what: str,
+        command: str,
         timeout: float,
         on_answer: Callable[[dict[str, Any]], object] | None = None,
         **arguments: Any,
     ) -> dict[str, Any]:
-        """Its answer.
+        """Send a command and wait for the answer.
 
         Args:
-            what: see `keeper`.
+            command: see `helper.py`.
             timeout: seconds.
-            on_answer: called with the answer on the link's thread, before anything that the
-                keeper says after it is heard.
+            on_answer: called with the answer on the client's thread, before any later message is
+                handled.
             arguments: of the command.
 
         Raises:
-            KeeperError: it has died, or does not answer within the time.
+            HelperError: it has died, or does not answer in time.
         """
         answers: _Answers = queue.SimpleQueue()
         number = next(self._numbers)
-        line = (json.dumps({"id": number, "do": what, **arguments}) + "\n").encode()
+        line = (json.dumps({"id": number, "do": command, **arguments}) + "\n").encode()
         with self._lock:
             if self._gone:
-                raise HelperError(self._last_words())
+                raise HelperError(self._why_silent())
             self._waiting[number] = answers, on_answer
             pipe: Any = self._process.stdin
             try:
                 pipe.write(line)
                 pipe.flush()
             except (OSError, ValueError) as error:
-                raise HelperError(self._last_words()) from error
+                raise HelperError(self._why_silent()) from error
         answer = self._get(answers, timeout)
         with self._lock:
             self._waiting.pop(number, None)
         if answer is None:
             if self._gone:
-                raise HelperError(self._last_words())
-            raise HelperError(f"no answer to {what} within {timeout:g} s", silent=True)
+                raise HelperError(self._why_silent())
+            raise HelperError(f"no answer to {command} within {timeout:g} s", silent=True)
         return answer
 
     @staticmethod
@@ -183,20 +183,20 @@ class HelperClient:
             return None
 
     def close(self) -> None:
-        """Send it away: it brings us back first, where that is still to be done."""
+        """Close the pipe: the helper brings this process back if needed, and ends."""
         with self._lock, contextlib.suppress(OSError, ValueError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
 
     def kill(self) -> None:
-        """End it now, whatever it does; never waits long."""
+        """End the helper now; never waits long."""
         with contextlib.suppress(OSError):
             self._process.kill()
         if threading.current_thread() is not self._thread:
             self._thread.join(_END_SECONDS)
 
     def join(self, timeout: float) -> bool:
-        """Wait for its end."""
+        """Wait for its end; False after the timeout."""
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
@@ -205,10 +205,10 @@ class HelperClient:
         if pipe is not None:
             with contextlib.suppress(OSError, ValueError):
                 for line in pipe:
-                    self._heard(line)
+                    self._receive(line)
             pipe.close()
         self._process.wait()
-        self._words = self._last_words()
+        self._end_reason = self._why_silent()
         self._errors.close()
         with self._lock:
             self._gone = True
@@ -216,9 +216,9 @@ class HelperClient:
         for answers in (self._ready, *waiting):
             answers.put(None)
         self.close()
-        self._on_gone(self, self._words)
+        self._on_gone(self, self._end_reason)
 
-    def _heard(self, line: bytes) -> None:
+    def _receive(self, line: bytes) -> None:
         try:
             message = json.loads(line)
         except ValueError:
@@ -235,17 +235,18 @@ class HelperClient:
             if answers is not None:
                 answers.put(message)
 
-    def _last_words(self) -> str:
-        if self._words:
-            return self._words
+    def _why_silent(self) -> str:
+        """Its exit code and the last line of its errors."""
+        if self._end_reason:
+            return self._end_reason
         code = self._process.poll()
         try:
             size = os.fstat(self._errors.fileno()).st_size
-            said = os.pread(self._errors.fileno(), _TAIL, max(size - _TAIL, 0)).decode(
+            tail = os.pread(self._errors.fileno(), _TAIL, max(size - _TAIL, 0)).decode(
                 errors="replace"
             )
         except (OSError, ValueError):
-            said = ""
-        last = said.strip().splitlines()[-1:] or [""]
-        how = "says nothing" if code is None else f"ended with {code}"
-        return f"the keeper {how}" + (f": {last[0]}" if last[0] else "")
+            tail = ""
+        last = tail.strip().splitlines()[-1:] or [""]
+        how = "does not answer" if code is None else f"ended with {code}"
+        return f"the helper {how}" + (f": {last[0]}" if last[0] else "")

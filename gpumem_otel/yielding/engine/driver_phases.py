@@ -79,7 +79,7 @@ class DriverPhases:
             except BaseException as error:  # whatever it is: it is not ready
                 errors.append(error)
 
-        thread = threading.Thread(target=prepare, name="gpumem-otel-keeper", daemon=True)
+        thread = threading.Thread(target=prepare, name="gpumem-otel-helper", daemon=True)
         thread.start()
         try:
             yield errors

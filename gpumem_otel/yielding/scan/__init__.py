@@ -1,1 +1,1 @@
-"""Finds what a yield can move, and who else uses the GPU meanwhile."""
+"""Finds the storages that a yield can move, and other threads that use the GPU."""

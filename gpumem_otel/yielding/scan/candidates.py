@@ -1,10 +1,9 @@
-"""Every storage on a CUDA device that can leave it, and what can not, with the reason.
+"""Finds every storage on a CUDA device that can move, and all that cannot, with the reason.
 
-A storage may go where Python can reach it, it is the whole of one block of torch's own allocator,
-and nobody else knows its address. What is looked through: every tensor and storage that the
-collector tracks, their gradients, what autograd saved, the state of optimizers, and the address
-table (which also knows what `gc.freeze()` put aside). Each storage counts once, whatever number of
-tensors share it.
+A storage can move if Python can reach it, it is exactly one block of torch's own allocator, and no
+other library or process has its address. Searched are all tensors and storages that the garbage
+collector tracks, their gradients, tensors saved by autograd, optimizer states, and the address
+table (which includes objects frozen by `gc.freeze()`). Each storage counts once.
 
 Limits: addresses that the job's own code took with `data_ptr()`; graphs made without torch.
 """
@@ -37,41 +36,38 @@ if TYPE_CHECKING:
     from gpumem_otel.capture.stackless import Roots
     from gpumem_otel.snapshot.torch_format import RawBlock, RawSegment
 
-# The large storages that the last look for movable memory found: what will probably go next time.
-#
-# From one yield of a job to the next hardly anything changes, and a look takes a tenth of a second,
-# in which five GiB could be on their way. So the copy of these begins before the look, which alone
-# decides what goes. No storage is kept alive.
+# Between two yields of a job hardly anything changes, and a scan takes 0.1 s, enough to copy 5 GiB.
+# So the copy of the last scan's large storages starts before the next scan, which alone decides.
 
 _LARGE_BYTES: Final = 1 << 20
 
 
 class Remembered:
-    """Storages of at least 1 MiB, by weak references."""
+    """Storages of at least 1 MiB of the last scan, by weak references."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[WeakStorage, Candidate]] = []
 
-    def keep(self, movables: Iterable[Candidate]) -> None:
-        """Forget the last ones for these."""
+    def keep(self, candidates: Iterable[Candidate]) -> None:
+        """Replace the remembered storages."""
         self._entries = [
             (WeakStorage.of(one.storage), replace(one, storage=None, frames=()))
-            for one in movables
+            for one in candidates
             if one.size_bytes >= _LARGE_BYTES
         ]
 
     def alive(self) -> list[Candidate]:
-        """Those that live and are as large as they were, where they are now; frames left out."""
+        """The living ones of unchanged size, with their current addresses, without frames."""
         torch = sys.modules.get("torch")
-        found = []
+        alive = []
         for weak, one in self._entries:
             storage = storage_again(torch, weak)
             if storage is None or storage.nbytes() != one.size_bytes:
                 continue
             address = address_of(storage)
             if address:
-                found.append(replace(one, storage=storage, address=address))
-        return found
+                alive.append(replace(one, storage=storage, address=address))
+        return alive
 
 
 _NCCL_REGISTERS: Final = "TORCH_NCCL_USE_TENSOR_REGISTER_ALLOCATOR_HOOK"
@@ -89,12 +85,11 @@ class _Held(NamedTuple):
 
 
 class CandidateFinder:
-    """Looks at a safe point.
+    """Scans at a safe point.
 
     Args:
-        source: whose recorder reads the allocator, with its address table and watched doors.
-        environ: of the process.
-        device_type: what the storages are of: `cpu` for tests without a GPU.
+        source: reads the allocator; has the address table and the record of shared storages.
+        device_type: of the storages: `cpu` for tests without a GPU.
     """
 
     def __init__(
@@ -106,14 +101,15 @@ class CandidateFinder:
         self._last = Remembered()
 
     def probable(self) -> Sequence[Candidate]:
-        """What the last look found that is large and still there: cheap, and of no authority."""
+        """Large storages of the last scan that still live: cheap, for a prefetch only."""
         return self._last.alive()
 
     def find(self, *, assume_private: bool) -> ScanResult:
-        """See `core.yields.Found`. The job's thread waits, or is the caller.
+        """Scan, while the job's thread waits or is the caller.
 
         Args:
-            assume_private: move also what another process or library may know, by its own word.
+            assume_private: move storages too that another process or library may use, as the
+                request promises that none does.
 
         Raises:
             CaptureError: the allocator could not be read.
@@ -123,7 +119,7 @@ class CandidateFinder:
         if torch is None or not status.armed:
             return ScanResult(())
         if not status.supported:
-            why = f"blocks of the allocator can not be read here ({status.reason})"
+            why = f"the allocator's blocks cannot be read here ({status.reason})"
             return ScanResult((), refusal=dict.fromkeys(status.devices, why))
         search = _Search(torch, self._device_type)
         with torch._C.DisableTorchFunctionSubclass():  # noqa: SLF001 - as torch.overrides documents
@@ -148,25 +144,25 @@ class CandidateFinder:
         refusal = graph_refusals(search.graphs, segments, mem_pools, devices)
         cause = "graphs"
         if str(self._environ.get(_NCCL_REGISTERS, "")).lower() not in _FALSE:
-            why = f"{_NCCL_REGISTERS} is set: NCCL knows all of the allocator's memory"
+            why = f"{_NCCL_REGISTERS} is set: NCCL has registered all memory of the allocator"
             refusal.update(dict.fromkeys(devices, why))
             cause = "communicator"
-        movables = [one for one in sort.movables if one.device not in refusal]
-        self._last.keep(movables)
+        candidates = [one for one in sort.candidates if one.device not in refusal]
+        self._last.keep(candidates)
         stays += [
             Unmovable(one.device, cause, one.block_bytes, refusal[one.device])
-            for one in sort.movables
+            for one in sort.candidates
             if one.device in refusal
         ]
-        return ScanResult(tuple(movables), tuple(_summed(stays)), refusal)
+        return ScanResult(tuple(candidates), tuple(_summed(stays)), refusal)
 
 
 class _Search:
-    """Everything Python can reach.
+    """Collects everything that Python can reach.
 
     Attributes:
         storages: by identity.
-        classes: address -> (bytes, class) of what is certain by the objects alone.
+        classes: address -> (bytes, class), as far as the objects alone prove it.
         graphs, pools: live `CUDAGraph` and `MemPool` objects.
     """
 
@@ -201,22 +197,22 @@ class _Search:
             self._take(storage, None)
 
     def _of_autograd(self, tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Gradients, also of gradients, and what is saved for backward."""
+        """Gradients (of gradients too), and the tensors saved for backward."""
 
         def read() -> tuple[list[Any], list[Any]]:
             gradients: list[Any] = []
             level, seen = list(tensors), set(map(id, tensors))
             while level:
-                found = [one for one in map(_gradient_of, level) if one is not None]
-                gradients += found
-                level = [one for one in found if id(one) not in seen]
+                below = [one for one in map(_gradient_of, level) if one is not None]
+                gradients += below
+                level = [one for one in below if id(one) not in seen]
                 seen.update(map(id, level))
             nodes = [_node_of(one) for one in (*tensors, *gradients)]
             saved = saved_tensors(self._torch, [node for node in nodes if node is not None])
             return gradients, [tensor for _, tensor in saved]
 
-        found, _ = read_autograd(self._torch, read)
-        return found if found is not None else ([], [])  # what is not seen stays where it is
+        result, _ = read_autograd(self._torch, read)
+        return result if result is not None else ([], [])  # what is not found does not move
 
     def _add(self, tensors: Iterable[Any], tensor_class: TensorClass | None) -> None:
         for tensor in tensors:
@@ -228,7 +224,7 @@ class _Search:
         try:
             if storage.device.type != self._device_type or not storage.nbytes():
                 return
-        except Exception:  # of a fake, or one that is being made
+        except Exception:  # a fake storage, or one under construction
             return
         address = address_of(storage)
         if not address:
@@ -239,7 +235,7 @@ class _Search:
 
 
 class _Sort:
-    """What goes and what stays, storage by storage."""
+    """Decides for each block whether it moves or stays."""
 
     def __init__(
         self,
@@ -260,7 +256,7 @@ class _Sort:
         self._assume_private = assume_private
         self._of_block: dict[int, list[Any]] = defaultdict(list)
         self._foreign: list[Unmovable] = []
-        self.movables: list[Candidate] = []
+        self.candidates: list[Candidate] = []
         self.devices = {block.device for block in blocks}
 
     def storages(self, storages: Iterable[Any]) -> None:
@@ -274,14 +270,14 @@ class _Sort:
                         storage.device.index or 0,
                         "foreign",
                         storage.nbytes(),
-                        "memory that torch's allocator did not give out: imported, or registered",
+                        "memory that is not of torch's allocator: imported, or registered",
                     )
                 )
             else:
                 self._of_block[index].append(storage)
 
     def stays(self) -> Iterator[Unmovable]:
-        """What stays; fills `movables`."""
+        """The blocks that stay; fills `candidates`."""
         yield from self._foreign
         for index, block in enumerate(self._blocks):
             storages = self._of_block.get(index)
@@ -293,10 +289,10 @@ class _Sort:
             if why:
                 yield Unmovable(block.device, "foreign", block.size_bytes, why)
                 continue
-            found = self._classifier.of_block(block.raw)
-            if found is None:
-                found = self._classifier.of_stack(block.raw.get("frames") or ())
-            self.movables.append(
+            tensor_class = self._classifier.of_block(block.raw)
+            if tensor_class is None:
+                tensor_class = self._classifier.of_stack(block.raw.get("frames") or ())
+            self.candidates.append(
                 Candidate(
                     storage=storages[0],
                     device=block.device,
@@ -304,7 +300,7 @@ class _Sort:
                     size_bytes=storages[0].nbytes(),
                     block_bytes=block.size_bytes,
                     stream=block.stream,
-                    tensor_class=found.value,
+                    tensor_class=tensor_class.value,
                     frames=block.raw.get("frames") or (),
                     root=self._roots.get((block.device, block.address), ""),
                 )
@@ -315,20 +311,20 @@ class _Sort:
         if len(storages) > 1:
             return "several storages share its memory"
         if address_of(storage) != block.address or storage.nbytes() > block.size_bytes:
-            return "a storage that begins inside it, or is larger"
+            return "a storage that starts inside the block, or is larger"
         if not storage.resizable():
-            return "a storage that can not be resized: imported, or of an older file"
+            return "a storage that cannot be resized: imported, or of an older file"
         if self._assume_private:
             return ""
         if self._exports.is_out(storage):
-            return "given to another library or process (DLPack, CUDA IPC, array interface)"
+            return "shared with another library or process (DLPack, CUDA IPC, array interface)"
         if self._exports.may_be_out(block.device, block.address):
             return "allocated before install(): may be shared; assume_private moves it"
         return ""
 
 
 def _kinds(torch: Any) -> Kinds:
-    """Fakes first, which are tensors too."""
+    """The kinds of objects; fakes first, since they are tensors too."""
     modules = sys.modules
     bases = {
         "fake": getattr(modules.get("torch._subclasses.fake_tensor"), "FakeTensor", None),
@@ -347,7 +343,7 @@ def _kinds(torch: Any) -> Kinds:
 
 def _blocks_of(segments: Iterable[RawSegment]) -> list[_Held]:
     """Allocated blocks of the default pool, by address."""
-    found = [
+    blocks = [
         _Held(
             whole(block.get("address")),
             block["size"],
@@ -360,13 +356,13 @@ def _blocks_of(segments: Iterable[RawSegment]) -> list[_Held]:
         for block in segment["blocks"]
         if block["state"] == "active_allocated"
     ]
-    return sorted(found, key=lambda block: block.address)
+    return sorted(blocks, key=lambda block: block.address)
 
 
 def _pools(
     segments: Iterable[RawSegment], mem_pools: Collection[tuple[int, int]]
 ) -> Iterator[Unmovable]:
-    """Segments of private pools in which something lives: what is free in them stays too."""
+    """Segments of private pools with live blocks; their free blocks stay too."""
     for segment in segments:
         pool = pool_of(segment.get("segment_pool_id")) or DEFAULT_POOL
         lives = any(block["state"] != "inactive" for block in segment["blocks"])
@@ -374,18 +370,18 @@ def _pools(
             continue
         size = sum(block["size"] for block in segment["blocks"])
         if pool in mem_pools:
-            why = "memory of a torch.cuda.MemPool, which its owner gives back"
+            why = "memory of a torch.cuda.MemPool, which only its owner frees"
             yield Unmovable(device_of(segment), "kept", size, why)
         else:
             yield Unmovable(device_of(segment), "graphs", size, "private pools of captured graphs")
 
 
 def _summed(stays: Iterable[Unmovable]) -> list[Unmovable]:
-    sums: Counter[tuple[int, str, str]] = Counter()
+    totals: Counter[tuple[int, str, str]] = Counter()
     for one in stays:
-        sums[one.device, one.cause, one.why] += one.size_bytes
+        totals[one.device, one.cause, one.why] += one.size_bytes
     return [
-        Unmovable(device, cause, size, why) for (device, cause, why), size in sorted(sums.items())
+        Unmovable(device, cause, size, why) for (device, cause, why), size in sorted(totals.items())
     ]
 
 
@@ -398,7 +394,7 @@ def _states_of(torch: Any, optimizer: Any) -> Iterator[Any]:
 
 
 def _of_table(torch: Any, table: TensorTable | None) -> Iterator[Any]:
-    """Storages of the address table that live: also those that the collector does not track."""
+    """Living storages of the address table, including those that the collector does not track."""
     for _, _, weak in table.snapshot().values() if table is not None else ():
         storage = storage_again(torch, weak)
         if storage is not None:

@@ -1,7 +1,7 @@
-"""Captured CUDA graphs, and pools that belong to somebody: memory whose addresses are baked in.
+"""Finds captured CUDA graphs and private pools, whose memory must keep its addresses.
 
-A graph replays kernels with the addresses that it was captured with, in its private pool and
-outside: parameters, static inputs. So while one lives, no storage of its device may move.
+A graph replays kernels with the addresses of its capture, in its private pool and outside
+(parameters, static inputs). So while it lives, no storage of its device may move.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     from gpumem_otel.snapshot.torch_format import RawSegment
 
-_A_GRAPH_LIVES: Final = "a captured CUDA graph lives there, and replays addresses as they are now"
-_A_POOL_LIVES: Final = "memory of a private pool lives there, as captured CUDA graphs have"
+_A_GRAPH_LIVES: Final = "a captured CUDA graph lives there, which replays with today's addresses"
+_A_POOL_LIVES: Final = "memory of a private pool lives there, such as that of a captured CUDA graph"
 
 
 def pool_ids(pools: Iterable[Any]) -> set[tuple[int, int]]:
@@ -30,13 +30,13 @@ def graph_refusals(
     mem_pools: Collection[tuple[int, int]],
     devices: Collection[int],
 ) -> dict[int, str]:
-    """Why nothing of a device may move, by device.
+    """The reasons why nothing may move, by device.
 
     Args:
-        graphs: live `torch.cuda.CUDAGraph` objects; one that was never captured counts too, where
-            it can not be told.
+        graphs: live `torch.cuda.CUDAGraph` objects; one whose devices are unknown (perhaps never
+            captured) counts for all devices.
         segments: of a snapshot.
-        mem_pools: pools that are the job's own.
+        mem_pools: the job's own pools.
         devices: all of this process.
     """
     refused: dict[int, str] = {}
@@ -56,7 +56,7 @@ def graph_refusals(
 
 
 def _devices_of(graph: Any, of_pool: dict[tuple[int, int], set[int]]) -> set[int]:
-    """Where its pool has memory; a graph on several devices, or without memory, is not told."""
+    """The devices on which the graph's pool has memory; empty if unknown."""
     try:
         pool = pool_of(graph.pool())
     except Exception:  # not captured yet, or it was reset

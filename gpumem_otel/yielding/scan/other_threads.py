@@ -1,16 +1,16 @@
-"""Which thread, other than the one that stands still, uses the GPU or may go on with it.
+"""Finds a thread, other than the stopped one, that uses the GPU or may do so any moment.
 
-Two signs: it is at work in code that knows torch, or memory on a device was allocated in a thread
-that began where a thread that lives now began (a prefetcher that waits for a place in its queue
-does nothing just now, and goes on as soon as there is one).
+Two signs: the thread runs code that uses torch, or device memory was allocated by a thread that
+started in the same function as a living thread (a prefetcher that waits for its queue is idle, but
+continues as soon as there is space).
 
-Whoever waits in a function of the job (`sys.stdin.readline()`, `conn.recv()`, a C library that
-waits for a message) looks from Python like one that computes there. So such a thread is looked at
-twice, and where the kernel shows that it slept all the time between, it is taken to wait: unless
-it is in a function of torch, where a thread may sleep until a device is done.
+From Python, a thread that waits in a function of the job (`sys.stdin.readline()`, `conn.recv()`, a
+C library) looks like one that computes. So such a thread is checked twice, and counts as waiting if
+the kernel shows that it slept all the time in between, unless it is in a function of torch, where
+it may be waiting for a device.
 
-Limits: a thread that waits or sleeps and holds no memory is taken to do neither; two threads that
-began in the same function are taken for each other; memory without a recorded stack tells nothing.
+Limits: a waiting thread that holds no memory is ignored; threads that started in the same function
+are not distinguished; memory without a recorded stack proves nothing.
 """
 
 from __future__ import annotations
@@ -32,34 +32,31 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
     from types import FrameType
 
-# Whether a thread of this process slept in the kernel all the time between two looks at it.
-#
-# A thread that Linux reports as sleeping at both looks, and that was switched to the same number of
-# times, did not run in between: to run it must be switched to, and to sleep again switched away
-# from. Computing in C without the interpreter lock it would be running; waiting for that lock it
-# wakes once per switch interval to ask for it. Format of the files: proc_pid_status(5); `schedstat`
-# is Documentation/scheduler/sched-stats.rst of Linux.
+# A thread that sleeps at two checks with the same number of context switches did not run in
+# between. A thread that computes in C without the interpreter lock would be running; one that waits
+# for the lock wakes once per switch interval. Formats: proc_pid_status(5), and `schedstat` in
+# Documentation/scheduler/sched-stats.rst of Linux.
 
 PROC: Final = Path("/proc")
 LONGEST_INTERVAL_SECONDS: Final = 0.0075
-"""Of the interpreter's switch interval: with a longer one a thread that waits for the interpreter
-lock might not wake between two looks."""
+"""With a longer switch interval, a thread that waits for the interpreter lock might not wake
+between two checks."""
 _STATE: Final = re.compile(r"^State:\t(\w)", re.MULTILINE)
 _SWITCHES: Final = re.compile(r"^(?:non)?voluntary_ctxt_switches:\t(\d+)$", re.MULTILINE)
 
 Naps: TypeAlias = "Mapping[int, tuple[int, int, str]]"
-"""Native thread id -> how often a thread that sleeps was switched (of its own will, or not), and
-its times in `schedstat` ("" where the kernel keeps none)."""
+"""Native id of a sleeping thread -> its voluntary and involuntary context switches, and its
+`schedstat` ("" if the kernel has none)."""
 
 
 def naps(native_ids: Collection[int], proc: Path = PROC) -> Naps:
-    """Those of the threads that sleep interruptibly now, for `slept_on`.
+    """The threads in interruptible sleep now, for `slept_on`.
 
-    One in an uninterruptible sleep (state D) is not among them: that is how a call of the GPU's
-    driver may wait. Nor is any where `/proc` is not that of this process's PID namespace, does not
-    say it, or the switch interval is too long.
+    Uninterruptible sleep (state D) does not count, since a call of the GPU driver may wait that
+    way. Empty if `/proc` belongs to another PID namespace or lacks the fields, or if the switch
+    interval is too long.
     """
-    found = {}
+    sleeping = {}
     try:
         if os.readlink(proc / "self") != str(os.getpid()):  # noqa: PTH115 - a string as it is
             return {}
@@ -70,15 +67,15 @@ def naps(native_ids: Collection[int], proc: Path = PROC) -> Naps:
         status = _text(task / "status")
         state = _STATE.search(status)
         switches = [int(count) for count in _SWITCHES.findall(status)]
-        # who sleeps has been switched away from: zeros are of something that does not count
+        # a sleeping thread has been switched at least once: zeros mean that nothing is counted
         if state is not None and state[1] == "S" and len(switches) == 2 and any(switches):  # noqa: PLR2004
-            found[native_id] = (switches[0], switches[1], _text(task / "schedstat"))
-    # asked last: what began to wait for the lock after a longer one was set is not seen before it
-    return found if sys.getswitchinterval() <= LONGEST_INTERVAL_SECONDS else {}
+            sleeping[native_id] = (switches[0], switches[1], _text(task / "schedstat"))
+    # last, so that a longer interval set meanwhile is noticed
+    return sleeping if sys.getswitchinterval() <= LONGEST_INTERVAL_SECONDS else {}
 
 
 def slept_on(before: Naps, native_id: int | None, proc: Path = PROC) -> bool:
-    """Whether this thread was asleep then, is now, and was so all the time."""
+    """Whether this thread has slept without a break since `before`."""
     if native_id is None or native_id not in before:
         return False
     return naps((native_id,), proc).get(native_id) == before[native_id]
@@ -93,10 +90,10 @@ def _text(path: Path) -> str:
 
 _BOOTSTRAP: Final = "/threading.py"
 _OURS: Final = "gpumem-"
-_APART_SECONDS: Final = 0.015
-"""Between two looks: three turns of whoever waits for the interpreter lock."""
+_CHECK_INTERVAL_SECONDS: Final = 0.015
+"""Between two checks: three switch intervals."""
 _Root = tuple[str, str]
-"""(file, function) in which a thread began, those of `threading` itself left out."""
+"""(file, function) in which a thread started, without those of `threading`."""
 
 
 def who_else(
@@ -107,15 +104,15 @@ def who_else(
     *,
     proc: Path = PROC,
 ) -> str:
-    """One clause that names the thread, "" where there is none.
+    """One clause that names the thread, "" if there is none.
 
     Args:
-        segments: gives those of a snapshot, as torch wrote them.
-        parked: the thread that stands still.
-        known: identities of threads that take care of themselves.
-        glance: only what they do at this moment, without holding anybody up: 0.1 ms, and 15 ms
-            more where one may be waiting in a function of the job.
-        proc: where Linux tells of threads.
+        segments: returns the segments of a snapshot, as torch wrote them.
+        parked: the stopped thread.
+        known: ids of threads that need no check.
+        glance: check only what threads run now, without pausing any: 0.1 ms, and 15 ms more if one
+            may be waiting in a function of the job.
+        proc: the proc file system.
     """
     left_out = {parked.ident, threading.get_ident(), *known}
     first = _look(left_out)
@@ -123,13 +120,13 @@ def who_else(
         return ""
     before = naps([thread.native_id for thread in first.waiting if thread.native_id], proc)
     if before:
-        time.sleep(_APART_SECONDS)
+        time.sleep(_CHECK_INTERVAL_SECONDS)
     elif glance:
         return next(iter(first.works.values()))
     with nullcontext() if glance else undisturbed():
         second = _look(left_out)
     for thread in second.waiting:
-        # asked after its frame was read: it slept with that one innermost
+        # after its frame was read: it slept in that frame
         if slept_on(before, thread.native_id, proc):
             second.works.pop(thread.ident, None)
     if second.works or glance or not second.roots:
@@ -141,9 +138,9 @@ class _Look:
     """What the threads do.
 
     Attributes:
-        works: identity -> who is at work, and where.
-        waiting: of these, those that may as well be waiting.
-        roots: where threads began -> the name of one.
+        works: id -> a clause about a thread that is at work.
+        waiting: of these, the threads that may only be waiting.
+        roots: function in which threads started -> the name of one.
     """
 
     def __init__(self) -> None:
@@ -153,10 +150,10 @@ class _Look:
 
 
 def _look(left_out: Collection[int | None]) -> _Look:
-    found = _Look()
+    look = _Look()
     threads = {thread.ident: thread for thread in threading.enumerate()}
     stacks = sys._current_frames()  # noqa: SLF001 - documented, for debuggers
-    stacks.pop(threading.get_ident(), None)  # this very function must not keep itself alive
+    stacks.pop(threading.get_ident(), None)  # this function must not keep its own frame alive
     left_out = {*left_out, *copying_threads()}
     for ident, frame in stacks.items():
         thread = threads.get(ident)
@@ -165,14 +162,14 @@ def _look(left_out: Collection[int | None]) -> _Look:
         name = repr(thread.name) if thread is not None else str(ident)
         work = work_of(frame)
         if work:
-            found.works[ident] = f"thread {name}: {work}"
+            look.works[ident] = f"thread {name}: {work}"
             if thread is not None and may_wait(frame):
-                found.waiting.append(thread)
+                look.waiting.append(thread)
         root = _root_of(frame)
         if root is not None:
-            found.roots.setdefault(root, name)
+            look.roots.setdefault(root, name)
     stacks.clear()
-    return found
+    return look
 
 
 def _is_ours(thread: threading.Thread) -> bool:
@@ -180,7 +177,7 @@ def _is_ours(thread: threading.Thread) -> bool:
 
 
 def _root_of(frame: FrameType) -> _Root | None:
-    """Where a thread began that `threading` started; None of the main thread."""
+    """Where a thread of `threading` started; None for the main thread."""
     stack: list[FrameType] = []
     one: FrameType | None = frame
     while one is not None:

@@ -1,4 +1,4 @@
-"""What torch is in the midst of: for whoever wants to stop the job, or to ask the driver to."""
+"""Asks torch what is in progress, before the job is stopped or the driver is called."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def not_between_steps() -> str:
-    """Why the calling thread is not between two pieces of work, "" where it is.
+    """Why the calling thread cannot stop here, "" if it is between two pieces of work.
 
     Creates no context and starts nothing on a device.
     """
@@ -20,13 +20,13 @@ def not_between_steps() -> str:
         cuda = torch.cuda
         if cuda.is_initialized() and cuda.is_current_stream_capturing():
             return "a stream captures a graph"
-    except Exception as error:  # a build without it: nothing captures there
-        return "" if "CUDA" in str(error) else f"torch does not say what it does ({error})"
+    except Exception as error:  # a build without CUDA: nothing captures
+        return "" if "CUDA" in str(error) else f"the state of torch is unknown ({error})"
     return ""
 
 
 def nccl_communicators() -> int:
-    """Process groups of this process that use NCCL, whether they have communicated or not.
+    """The number of process groups that use NCCL, whether they have communicated or not.
 
     Limits: communicators that were made without `torch.distributed` are not seen.
     """
@@ -37,16 +37,16 @@ def nccl_communicators() -> int:
         groups = list(collectives._world.pg_map.values())  # noqa: SLF001 - there is no public list
     except AttributeError:
         return 0
-    return sum("nccl" in str(one[0]).lower() for one in groups)
+    return sum("nccl" in str(group[0]).lower() for group in groups)
 
 
 def imported_from_others() -> str:
-    """A clause about device memory of other processes that is open here (CUDA IPC), "" for none."""
+    """A clause about other processes' device memory opened here (CUDA IPC), "" for none."""
     reductions: Any = sys.modules.get("torch.multiprocessing.reductions")
     cache = getattr(reductions, "shared_cache", None)
     if cache is None:
         return ""
-    # torch notes CUDA memory under (handle, offset), host memory under a descriptor or a name
+    # keys: (handle, offset) for CUDA memory, a descriptor or a name for host memory
     alive = sum(
         type(key) is tuple and bool(key) and type(key[0]) is bytes and not reference.expired()
         for key, reference in list(cache.items())

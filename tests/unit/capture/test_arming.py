@@ -259,7 +259,7 @@ def test_a_callback_that_raises_never_reaches_the_job(torch_folder, caplog):
     arming.start()
     torch.cuda._lazy_init()
     assert torch.cuda._initialized
-    assert [r.message for r in caplog.records] == ["arming failed, the job goes on"] * 2
+    assert [r.message for r in caplog.records] == ["arming failed, the job continues"] * 2
     arming.stop()
 
 

@@ -102,7 +102,7 @@ def test_an_older_torch_gives_the_total_and_says_so_once(make, caplog):
 
 def test_a_torch_that_does_not_tell_is_no_failure(make):
     _, reader, beside = make("2.3")
-    with pytest.raises(BusyError, match="does not tell of pinned host memory"):
+    with pytest.raises(BusyError, match="does not report pinned"):
         beside.make(PINNED, reader.live_now())
 
 

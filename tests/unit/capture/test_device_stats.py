@@ -65,7 +65,7 @@ def test_only_devices_with_a_context_where_memory_was_used():
     asked = []
     real = torch._C._cuda_memoryStats
     torch._C._cuda_memoryStats = lambda device: asked.append(device) or real(device)
-    torch.allocators[0].alloc(10)  # can not be: no context; never asked
+    torch.allocators[0].alloc(10)  # impossible without a context; never read
     reader = StatsReader(torch)
     assert reader.devices() == ()
     address = torch.allocators[3].alloc(10)

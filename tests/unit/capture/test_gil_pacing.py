@@ -1,4 +1,4 @@
-"""Slices of work and rests, on a clock that stands still."""
+"""Slices of work and rests, on a clock that is stopped."""
 
 from __future__ import annotations
 

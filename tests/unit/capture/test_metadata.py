@@ -163,7 +163,7 @@ def test_a_failure_ends_it_and_never_reaches_the_job(strings, caplog):
     marks.exit(mark)
     assert marks.enter("y") is None
     assert not marks.supported
-    assert [r.message for r in caplog.records] == ["regions label no allocations any more"]
+    assert [r.message for r in caplog.records] == ["regions no longer label allocations"]
 
 
 def test_a_finalizer_that_enters_a_region_within_enter_does_not_wait_for_itself(strings):

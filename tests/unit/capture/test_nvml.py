@@ -77,5 +77,5 @@ def test_an_error_ends_it_with_one_line(caplog):
     memory = ProcessMemory(load=lambda: Nvml({}))
     assert memory.count("GPU-1", 100) is memory.count("GPU-1", 100) is None
     assert [record.message for record in caplog.records] == [
-        "NVML is asked no more, memory outside stays unknown: Not Found"
+        "NVML failed, memory outside the allocator stays unknown: Not Found"
     ]

@@ -1,4 +1,4 @@
-"""Reader: books, races, breaches, stalls, shared results, windows."""
+"""Reader: totals, races, breaches, stalls, shared results, windows."""
 
 from __future__ import annotations
 
@@ -119,13 +119,13 @@ def test_a_breach_is_counted_and_logged_once(torch, make, counters, caplog):
     reader = make(share_seconds=0)
     for _ in range(2):
         (profile,) = reader.live()
-    told = (
+    reported = (
         "device 0: profile 512, snapshot 512, allocator 519 bytes allocated, "
         "while nothing was allocated"
     )
-    assert profile.comments == (told,)
+    assert profile.comments == (reported,)
     assert counters.get("readouts_breached") == 2
-    assert [r.message for r in caplog.records] == [f"the books do not close: {told}"]
+    assert [r.message for r in caplog.records] == [f"accounting mismatch: {reported}"]
 
 
 @pytest.mark.parametrize("raced", [True, False])
@@ -144,12 +144,12 @@ def test_a_profile_that_differs_from_its_own_snapshot_is_a_breach(
 
     monkeypatch.setattr(profile_reader, "live_profile", loses_one)
     (profile,) = make().live()
-    told = "device 0: profile 512, snapshot 1536"
+    reported = "device 0: profile 512, snapshot 1536"
     if raced:
-        assert profile.comments == (f"{told} bytes allocated",)
+        assert profile.comments == (f"{reported} bytes allocated",)
     else:
-        told += ", allocator 1536"
-        assert profile.comments == (f"{told} bytes allocated, while nothing was allocated",)
+        reported += ", allocator 1536"
+        assert profile.comments == (f"{reported} bytes allocated, while nothing was allocated",)
     assert counters.get("readouts_breached") == 1
     assert counters.get("readouts_raced") == int(raced)
 

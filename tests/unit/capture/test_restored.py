@@ -148,23 +148,23 @@ class Job:
             for one in storages
         ]  # fmt: skip
 
-    def free(self, movables):
-        for one in movables:
+    def free(self, candidates):
+        for one in candidates:
             one.storage.resize_(0)
-        self.source.restored.settled(movables)
+        self.source.restored.settled(candidates)
 
-    def fill(self, movables, at=()):
-        for one, address in itertools.zip_longest(movables, at):
+    def fill(self, candidates, at=()):
+        for one, address in itertools.zip_longest(candidates, at):
             if address is not None:
                 self.allocator.next_address = address
             with self.source.restored.placing(one, RESTORING):
                 one.storage.resize_(one.size_bytes)
-        self.source.restored.settled(movables)
+        self.source.restored.settled(candidates)
 
     def cycle(self, storages, at=()):
-        movables = self.find(storages)
-        self.free(movables)
-        self.fill(movables, at)
+        candidates = self.find(storages)
+        self.free(candidates)
+        self.fill(candidates, at)
 
     def profile(self, reading=None):
         reading = reading or self.source.read()
@@ -355,10 +355,10 @@ def test_memory_of_before_install_is_still_that(torch):
     old = job.late[0].address
     for _ in range(2):
         # the gradient comes back where something older has been
-        movables = job.find([*job.late, gradient])
-        job.free(movables)
+        candidates = job.find([*job.late, gradient])
+        job.free(candidates)
         assert job.shown() == {}
-        job.fill(movables, [None, None, old])
+        job.fill(candidates, [None, None, old])
         at_once = job.source.read_at_once(float("inf"))
         assert job.shown(at_once) == before
         assert job.shown() == before

@@ -69,6 +69,4 @@ def test_a_floor_that_can_not_be_read_never_raises_into_a_step(counter, boundari
         counter.step()  # from the second on there is no answer: IndexError
     assert counter.stats().steps == 4
     assert dict(counter.stats().floor_bytes) == {}  # nothing rather than something old
-    assert [r.message for r in caplog.records] == [
-        "what is allocated at step boundaries is read no more"
-    ]
+    assert [r.message for r in caplog.records] == ["memory at step boundaries is no longer read"]

@@ -8,7 +8,7 @@ import types
 
 import pytest
 
-from gpumem_otel.capture.recorder import InductorGuard
+from gpumem_otel.capture.patching import InductorGuard
 
 
 @pytest.fixture

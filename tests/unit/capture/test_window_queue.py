@@ -67,7 +67,7 @@ def test_a_request_waits_until_the_open_window_has_ended(bench, own):
 
 
 def test_a_wait_that_would_be_too_long_is_none(bench):
-    """GIVEN a request of 300 s WHEN another comes after 100 s THEN it is told when to come."""
+    """GIVEN a request of 300 s WHEN another comes after 100 s THEN it gets the time to retry."""
     bench.opened(300)
     bench.clock.advance(100.5)
     error = bench.refusal()
@@ -87,7 +87,7 @@ def test_one_of_ours_may_end_at_any_moment_and_is_waited_for_up_to_the_bound(ben
 
 
 def test_a_window_that_should_have_ended_is_waited_for_up_to_the_bound(bench):
-    """GIVEN a read-out that hangs THEN nobody waits for it without end."""
+    """GIVEN a read-out that hangs THEN no request waits for it without end."""
     bench.opened(1)
     error = bench.refusal()
     assert bench.clock.seconds == pytest.approx(PULL_WAIT_SECONDS)
@@ -136,7 +136,7 @@ def test_who_goes_away_leaves_the_line_at_once(bench):
     bench.opened(20)
     stop = threading.Event()
     bench.clock.on_wait.append(lambda: stop.set() if bench.clock.seconds >= 3 else None)
-    assert str(bench.refusal(stop=stop)) == "window: the wait for it was ended"
+    assert str(bench.refusal(stop=stop)) == "window: the wait was ended"
     assert bench.clock.seconds == pytest.approx(3, abs=0.11)
 
 

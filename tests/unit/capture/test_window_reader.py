@@ -187,7 +187,7 @@ def test_what_the_counter_rose_to_outside_of_a_window_is_named(bench):
         "model.py:weights": (1, 1000),
     }
     assert second.total_bytes == allocator.peak_asked == 6000
-    # the counter stands still: nothing says how high this interval went
+    # the counter has not changed: the peak of this interval is unknown
     (third,) = bench.pushed(PEAK)
     assert by_name(third) == {"model.py:weights": (1, 1000)}
     assert not any("not recorded" in comment for comment in third.comments)
@@ -222,7 +222,7 @@ def test_memory_that_waits_for_a_stream_is_no_peak_of_its_own(bench):
 
 def test_a_window_holds_two_whole_steps(newest):
     """GIVEN steps of 0.1 s WHEN a window is recorded THEN it ends after two of them, and what
-    was allocated is told by the whole ones alone, scaled to the counters of all the time."""
+    was allocated comes from the whole ones alone, scaled to the counters of all the time."""
     bench = newest()
     allocator = bench.allocator
     bench.step()
@@ -280,7 +280,7 @@ def test_a_flush_ends_a_window(newest):
 
 def test_events_end_a_window_early(newest):
     bench = newest()
-    bench.source._window._max_events = 100
+    bench.source._reads._max_window_events = 100
     bench.step()
     for _ in range(20):
         bench.actions.append(
@@ -304,7 +304,7 @@ def test_a_window_that_the_job_takes_over_is_not_ours(bench):
             "all", "all", "python", 1000, *fake_rest(bench)
         )
     )
-    with pytest.raises(CaptureError, match="events are its own"):
+    with pytest.raises(CaptureError, match="memory history itself"):
         bench.pushed(PEAK)
     assert bench.allocator.mode == "all"
 

@@ -103,7 +103,7 @@ def test_without_a_driver_auto_is_tensors_alone_and_says_why():
 
 def test_a_helper_that_does_not_start_is_known_before_anything_is_freed():
     world = World()
-    world.faults.now["keeper"] = YieldRefusedError("driver checkpoint: not permitted (800)")
+    world.faults.now["helper"] = YieldRefusedError("driver checkpoint: not permitted (800)")
     report = world.engine.yield_(YieldRequest())
     assert report.level is YieldLevel.TENSORS
     assert report.notes == (
@@ -111,7 +111,7 @@ def test_a_helper_that_does_not_start_is_known_before_anything_is_freed():
     )
     assert world.checkpoint.state == "running"
     world.engine.restore()
-    world.faults.now["keeper"] = YieldRefusedError("driver checkpoint: not permitted (800)")
+    world.faults.now["helper"] = YieldRefusedError("driver checkpoint: not permitted (800)")
     with pytest.raises(YieldRefusedError, match="not permitted"):
         world.engine.yield_(YieldRequest(level=YieldLevel.PROCESS))
 

@@ -82,12 +82,12 @@ def test_a_thread_is_the_jobs_once_a_call_of_its_own_has_succeeded(fails):
 # what is thrown away
 
 
-@pytest.mark.parametrize("call", ["lock", "checkpoint", "keeper"])
+@pytest.mark.parametrize("call", ["lock", "checkpoint", "helper"])
 def test_nothing_is_thrown_away_before_the_driver_is_done(call):
     world = World()
     request = YieldRequest(discard=("optimizer_state",))
     world.faults.now[call] = YieldRefusedError("driver: no")
-    if call == "keeper":  # known before anything goes: the tensors go alone
+    if call == "helper":  # known before anything goes: the tensors go alone
         assert world.engine.yield_(request).level is YieldLevel.TENSORS
     else:
         with pytest.raises(YieldRefusedError, match="driver: no"):

@@ -24,7 +24,7 @@ from gpumem_otel.yielding.values import (
 
 CALLS = (
     "find", "begin", "admit", "copy_out", "free", "free within", "free at its end", "abandon",
-    "keeper", "lock", "checkpoint", "restore", "copy_back", "copy_back within", "verify",
+    "helper", "lock", "checkpoint", "restore", "copy_back", "copy_back within", "verify",
 )  # fmt: skip
 ERRORS = (YieldRefusedError, RuntimeError, YieldFailedError, KeyboardInterrupt)
 CLASSES = ("parameter", "gradient", "optimizer_state", "activation")

@@ -116,7 +116,7 @@ def test_a_restore_in_time_ends_the_lease():
     assert not lease.is_alive()
 
 
-def test_a_lease_that_the_keeper_ended_brings_the_tensors_back_too():
+def test_a_lease_that_the_helper_ended_brings_the_tensors_back_too():
     world = World()
     world.engine.yield_(YieldRequest(lease_seconds=1000.0))
     assert world.checkpoint.leases == [1000.0]

@@ -1,4 +1,4 @@
-"""A file without a name that takes what host memory can not."""
+"""The unnamed file that takes what does not fit into host memory."""
 
 from __future__ import annotations
 
@@ -91,14 +91,14 @@ def test_closing_gives_the_room_back(make, tmp_path):
 
 
 def test_too_little_room_is_refused_with_numbers(make, tmp_path):
-    with pytest.raises(YieldRefusedError, match=r"MiB free, and 1073741824 are needed") as refused:
+    with pytest.raises(YieldRefusedError, match=r"MiB free, 1073741824 and") as refused:
         make(tmp_path, 1 << 50)
     assert str(tmp_path) in str(refused.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_in_memory_is_refused(make):
-    with pytest.raises(YieldRefusedError, match=r"/dev/shm is a tmpfs.*a folder on disk"):
+    with pytest.raises(YieldRefusedError, match=r"/dev/shm is a tmpfs"):
         make("/dev/shm")
 
 

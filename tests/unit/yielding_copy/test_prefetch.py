@@ -31,9 +31,9 @@ def world():
     made.phases = []
     begin = made.offload.begin
 
-    def noted(movables):
-        made.begun.append([one.tensor_class for one in movables])
-        begin(movables)
+    def noted(candidates):
+        made.begun.append([one.tensor_class for one in candidates])
+        begin(candidates)
 
     made.offload.begin = noted
     return made

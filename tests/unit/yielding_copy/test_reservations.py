@@ -26,7 +26,7 @@ PLENTY = HostRoom(1 << 50, "the test")
 
 @pytest.fixture
 def folder(tmp_path):
-    return str(tmp_path / "ledger")
+    return str(tmp_path / "reservations")
 
 
 @pytest.fixture
@@ -34,13 +34,13 @@ def make(folder):
     made = []
 
     def one(free=1000, **more):
-        ledger = HostReservations(folder, lambda: HostRoom(free, "the test"), **more)
-        made.append(ledger)
-        return ledger
+        reservations = HostReservations(folder, lambda: HostRoom(free, "the test"), **more)
+        made.append(reservations)
+        return reservations
 
     yield one
-    for ledger in made:
-        ledger.close()
+    for reservations in made:
+        reservations.close()
 
 
 def entries(folder):
@@ -100,11 +100,11 @@ def test_a_limit_of_all_together_counts_what_is_held(make):
 
 
 def test_a_part_is_taken_where_a_part_is_of_use(make):
-    ledger = make()
-    assert ledger.reserve(5000, at_least=0) == 1000
+    reservations = make()
+    assert reservations.reserve(5000, at_least=0) == 1000
     with pytest.raises(YieldRefusedError):
-        ledger.reserve(1, at_least=1)
-    assert ledger.reserve(0) == 0
+        reservations.reserve(1, at_least=1)
+    assert reservations.reserve(0) == 0
 
 
 def test_closing_gives_all_of_it_up(make, folder):
@@ -126,12 +126,12 @@ def test_files_are_for_this_user_alone(make, folder):
 def test_a_folder_of_others_is_refused(folder):
     Path(folder).mkdir()
     Path(folder).chmod(0o777)
-    ledger = HostReservations(folder, lambda: PLENTY)
+    reservations = HostReservations(folder, lambda: PLENTY)
     with pytest.raises(YieldRefusedError, match="writable by others"):
-        ledger.reserve(1)
+        reservations.reserve(1)
 
 
-def test_a_ledger_that_is_collected_holds_nothing(folder, make):
+def test_reservations_that_are_collected_hold_nothing(folder, make):
     gone = HostReservations(folder, lambda: HostRoom(1000, "the test"))
     gone.reserve(900)
     entry = gone._entry
@@ -157,32 +157,32 @@ LOCK = """
 
 
 def test_a_lock_that_is_not_let_go_is_not_waited_for_without_end(start, make, folder, clock):
-    ledger = make(monotonic=clock.monotonic, sleep=clock.sleep)
+    reservations = make(monotonic=clock.monotonic, sleep=clock.sleep)
     other = make()
-    ledger.reserve(400)
-    holder = start(LOCK, f"{folder}/lock")  # and stands still
+    reservations.reserve(400)
+    holder = start(LOCK, f"{folder}/lock")  # and is stopped
     assert holder.stdout.readline() == "holds\n"
-    with pytest.raises(YieldRefusedError, match=rf"PID {holder.pid}\).* 5 s; let it go on"):
-        ledger.reserve(100)
+    with pytest.raises(YieldRefusedError, match=rf"PID {holder.pid}\).* 5 s; continue it"):
+        reservations.reserve(100)
     assert clock.now == 5.0
     with pytest.raises(YieldRefusedError, match=r"for 1 s"):
-        ledger.reserve(100, wait_seconds=1.0)
+        reservations.reserve(100, wait_seconds=1.0)
     assert clock.now == 6.0
-    ledger.settle()  # undoing needs no lock
-    ledger.keep(300)
+    reservations.settle()  # undoing needs no lock
+    reservations.keep(300)
     assert clock.now == 6.0
     clock.on_sleep = lambda: holder.communicate("\n", timeout=PATIENCE)
-    assert ledger.reserve(100) == 100
-    assert ledger.held_bytes == 400
+    assert reservations.reserve(100) == 100
+    assert reservations.held_bytes == 400
     assert other.reserve(900) == 900
 
 
 def test_closing_needs_no_lock(start, make, folder):
-    ledger = make()
-    ledger.reserve(400)
+    reservations = make()
+    reservations.reserve(400)
     holder = start(LOCK, f"{folder}/lock")
     assert holder.stdout.readline() == "holds\n"
-    ledger.close()
+    reservations.close()
     assert entries(folder) == []
 
 
@@ -191,8 +191,8 @@ HOLD = """
     from gpumem_otel.errors import YieldRefusedError
     from gpumem_otel.yielding.copy.limits import HostRoom
     from gpumem_otel.yielding.copy.reservations import HostReservations
-    ledger = HostReservations(sys.argv[1], lambda: HostRoom(1000, "the test"))
-    print(ledger.reserve(900), flush=True)
+    reservations = HostReservations(sys.argv[1], lambda: HostRoom(1000, "the test"))
+    print(reservations.reserve(900), flush=True)
     sys.stdin.readline()
     os._exit(9)
 """
@@ -201,13 +201,13 @@ HOLD = """
 def test_a_process_that_died_holds_nothing(start, make, folder):
     holder = start(HOLD, folder)
     assert holder.stdout.readline() == "900\n"
-    ledger = make()
+    reservations = make()
     with pytest.raises(YieldRefusedError):
-        ledger.reserve(500)
+        reservations.reserve(500)
     holder.communicate("\n", timeout=PATIENCE)
     assert holder.returncode == 9
     assert len(entries(folder)) == 1
-    assert ledger.reserve(500) == 500
+    assert reservations.reserve(500) == 500
     assert len(entries(folder)) == 1
 
 
@@ -217,22 +217,22 @@ def test_a_forked_child_does_not_speak_for_its_dead_parent(start, make, folder):
         import os, sys
         from gpumem_otel.yielding.copy.limits import HostRoom
         from gpumem_otel.yielding.copy.reservations import HostReservations
-        ledger = HostReservations(sys.argv[1], lambda: HostRoom(1000, "the test"))
-        ledger.reserve(900)
+        reservations = HostReservations(sys.argv[1], lambda: HostRoom(1000, "the test"))
+        reservations.reserve(900)
         if os.fork():
             os._exit(0)
-        assert ledger.held_bytes == 0
+        assert reservations.held_bytes == 0
         print("forked", flush=True)
         sys.stdin.readline()
-        ledger.close()
+        reservations.close()
         print("child", flush=True)
         """,
         folder,
     )
     assert parent.stdout.readline() == "forked\n"
     parent.wait(timeout=PATIENCE)
-    ledger = make()
-    assert ledger.reserve(1000) == 1000
+    reservations = make()
+    assert reservations.reserve(1000) == 1000
     out, _ = parent.communicate("\n", timeout=PATIENCE)
     assert out == "child\n"
 
@@ -251,24 +251,24 @@ EIGHT = """
             now = int(file.read() or 0) + change
             file.seek(0); file.write(str(now).ljust(20)); file.flush()
             return now
-    ledger = HostReservations(folder, lambda: HostRoom(TOTAL - used(), "the test"))
+    reservations = HostReservations(folder, lambda: HostRoom(TOTAL - used(), "the test"))
     rng, worst, granted, refused = random.Random(int(number)), 0, 0, 0
     print("ready", flush=True)
     sys.stdin.readline()
     for _ in range(60):
         size = rng.randrange(500, 4000)
         try:
-            ledger.reserve(size)
+            reservations.reserve(size)
         except YieldRefusedError:
             refused += 1
             continue
         granted += 1
         for part in range(4):  # touched little by little, as threads do
             worst = max(worst, used(size // 4))
-        ledger.settle()
+        reservations.settle()
         used(-4 * (size // 4))
-        ledger.keep(0)
-    ledger.close()
+        reservations.keep(0)
+    reservations.close()
     print(json.dumps([worst, granted, refused]), flush=True)
 """
 

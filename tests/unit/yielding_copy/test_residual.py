@@ -34,7 +34,7 @@ def test_each_device_has_a_context_of_its_own():
 
 
 def test_what_the_driver_needs_for_itself_is_no_other_process():
-    """An H200 that nobody else uses: 867 MiB by `nvidia-smi`, 123 of them are no process's."""
+    """An unused H200: 867 MiB by `nvidia-smi`, of which 123 belong to no process."""
     alone = stats(
         0, device_used_bytes=867, process_used_bytes=744, others_used_bytes=0, reserved_bytes=66
     )

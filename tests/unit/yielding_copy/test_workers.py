@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from gpumem_otel.yielding.copy.host_memory import PinThreads
+from gpumem_otel.yielding.copy.workers import WorkerThreads
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_as_many_at_once_as_there_may_be_also_after_some_were_idle():
-    workers = PinThreads(4, "gpumem-test")
+    workers = WorkerThreads(4, "gpumem-test")
     workers.do(lambda: None)
     for _ in range(3):
         together = threading.Barrier(4)  # passed by four at once, or by none
@@ -28,7 +28,7 @@ def test_as_many_at_once_as_there_may_be_also_after_some_were_idle():
 
 
 def test_finishing_waits_for_all_and_leaves_no_thread():
-    workers, done = PinThreads(3, "gpumem-test"), []
+    workers, done = WorkerThreads(3, "gpumem-test"), []
     for number in range(100):
         workers.do(lambda number=number: done.append(number))
     assert workers.finish() == 0
@@ -41,7 +41,7 @@ def test_finishing_waits_for_all_and_leaves_no_thread():
 
 def test_what_waits_can_be_dropped():
     workers, began, end, done = (
-        PinThreads(1, "gpumem-test"),
+        WorkerThreads(1, "gpumem-test"),
         threading.Event(),
         threading.Event(),
         [],
@@ -65,7 +65,7 @@ def test_threads_that_can_not_be_set_up_work_all_the_same(caplog):
     def first():
         raise RuntimeError("no such device")
 
-    workers, done = PinThreads(2, "gpumem-test", first), []
+    workers, done = WorkerThreads(2, "gpumem-test", first), []
     for number in range(5):
         workers.do(lambda number=number: done.append(number))
     workers.finish()
@@ -78,7 +78,7 @@ def test_a_job_that_raises_is_logged_and_the_next_is_done(caplog, error):
     def job():
         raise error
 
-    workers, done = PinThreads(1, "gpumem-test"), []
+    workers, done = WorkerThreads(1, "gpumem-test"), []
     workers.do(job)
     workers.do(lambda: done.append("next"))
     assert workers.finish() == 0
@@ -90,7 +90,7 @@ def test_without_a_thread_a_job_is_refused_and_not_kept(monkeypatch):
     def start(thread):
         raise RuntimeError("can't start new thread")
 
-    workers, done = PinThreads(2, "gpumem-test"), []
+    workers, done = WorkerThreads(2, "gpumem-test"), []
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", start)
         with pytest.raises(RuntimeError, match="can't start"):
@@ -102,7 +102,7 @@ def test_without_a_thread_a_job_is_refused_and_not_kept(monkeypatch):
 
 
 def test_after_an_interrupted_wait_what_is_asked_is_done(monkeypatch):
-    workers, end, done = PinThreads(1, "gpumem-test"), threading.Event(), []
+    workers, end, done = WorkerThreads(1, "gpumem-test"), threading.Event(), []
     workers.do(lambda: (end.wait(20), done.append("late")))
     (thread,) = workers._threads
     with monkeypatch.context() as patch:
@@ -124,8 +124,8 @@ def interrupted(thread, timeout=None):
 def test_a_job_that_exits_does_not_wait_for_them():
     script = """
 import sys, threading, time
-from gpumem_otel.yielding.copy.host_memory import PinThreads
-workers, began = PinThreads(2, "gpumem-test"), threading.Event()
+from gpumem_otel.yielding.copy.workers import WorkerThreads
+workers, began = WorkerThreads(2, "gpumem-test"), threading.Event()
 workers.do(lambda: (began.set(), threading.Event().wait()))
 began.wait()
 print("bye", flush=True)

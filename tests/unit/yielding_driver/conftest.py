@@ -1,4 +1,4 @@
-"""A driver that is a file, and driver levels with a keeper that is a real process."""
+"""A driver that is a file, and driver levels with a helper that is a real process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gpumem_otel.yielding.driver.helper_client import HelperSettings
 
 @pytest.fixture(params=[0, 1], ids=["", "persistent"])
 def device(tmp_path, monkeypatch, request):
-    """With persistence mode a keeper lets go of the driver as soon as it has nothing to do."""
+    """With persistence mode a helper lets go of the driver as soon as it has nothing to do."""
     path = tmp_path / "device.json"
     monkeypatch.setenv(fake_driver.VARIABLE, str(path))
     made = Device(path)
@@ -41,9 +41,9 @@ def make(device):
         driver = DriverCheckpoint(
             environ={}, settings=HelperSettings(**settings), call_seconds=5.0, **arguments
         )
-        driver.told = queue.Queue()
-        driver.on_restored = lambda phase: driver.told.put(("restored", phase))
-        driver.on_waiting = lambda why: driver.told.put(("waiting", why))
+        driver.reported = queue.Queue()
+        driver.on_restored = lambda phase: driver.reported.put(("restored", phase))
+        driver.on_waiting = lambda why: driver.reported.put(("waiting", why))
         made.append(driver)
         return driver
 

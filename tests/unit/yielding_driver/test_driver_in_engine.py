@@ -1,4 +1,4 @@
-"""The real driver level and gate within the engine: a keeper, and a driver that is a file."""
+"""The real driver level and gate within the engine: a helper, and a driver that is a file."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_a_call_that_fails_leaves_everything_as_it_was(world, device, level, cal
     assert (world.engine.status.state, device["state"]) == (YieldState.RUNNING, 0)
     assert not world.gate.closed
     assert world.all_on_device
-    assert world.checkpoint.keeper_pid is None
+    assert world.checkpoint.helper_pid is None
     world.engine.yield_(YieldRequest(level=level))
     world.engine.restore()
     assert world.all_on_device
 
 
-def test_without_a_keeper_auto_is_tensors_alone_and_process_is_refused(world, device):
+def test_without_a_helper_auto_is_tensors_alone_and_process_is_refused(world, device):
     device.plan("cuInit", *[CUresult.CUDA_ERROR_UNKNOWN] * 2)
     with pytest.raises(YieldRefusedError, match="CUDA_ERROR_UNKNOWN"):
         world.engine.yield_(PROCESS)
@@ -148,9 +148,9 @@ def test_a_guest_is_waited_for_and_named(world, device):
     assert (world.engine.status.state, world.gate.closed) == (YieldState.RUNNING, False)
 
 
-def test_a_keeper_that_is_killed_costs_nothing(world, device):
+def test_a_helper_that_is_killed_costs_nothing(world, device):
     world.engine.yield_(YieldRequest())
-    os.kill(world.checkpoint.keeper_pid, signal.SIGKILL)
+    os.kill(world.checkpoint.helper_pid, signal.SIGKILL)
     world.engine.restore()
     assert (device["state"], world.gate.closed, world.all_on_device) == (0, False, True)
 

@@ -1,4 +1,4 @@
-"""Who brings a process back that does not ask: leases, and what the keeper outlives."""
+"""Who brings a process back that does not ask: leases, and what the helper outlives."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from gpumem_otel.yielding.values import Phase
 def test_a_lease_ends_by_itself(make, device):
     driver = make()
     driver.lock_and_checkpoint(5.0, 0.2)
-    keeper = driver.keeper_pid
-    what, phase = driver.told.get(timeout=20)
+    helper = driver.helper_pid
+    what, phase = driver.reported.get(timeout=20)
     assert (what, phase.phase, phase.size_bytes) == ("restored", Phase.RESTORE, 8 * GIB)
     assert (driver.state, device["state"], device.names) == ("running", 0, WHOLE)
     assert driver.restore(0.0).seconds == 0.0
-    assert keeper is None or wait_gone(keeper)
+    assert helper is None or wait_gone(helper)
 
 
 def test_a_lease_that_is_over_before_the_checkpoint_is_done(make, device):
     driver = make()
     for _ in range(5):
         driver.lock_and_checkpoint(5.0, 0.0)
-        assert driver.told.get(timeout=20)[0] == "restored"
+        assert driver.reported.get(timeout=20)[0] == "restored"
         assert (driver.state, device["state"]) == ("running", 0)
     assert device.names == WHOLE * 5
 
@@ -42,57 +42,57 @@ def test_a_lease_whose_device_is_taken_waits_and_says_so_once(make, device):
     driver = make()
     device.set(others=9 * GIB)
     driver.lock_and_checkpoint(5.0, 0.05)
-    told = driver.told.get(timeout=20)
-    assert told == ("waiting", "1024 MiB more must become free on the device")
+    reported = driver.reported.get(timeout=20)
+    assert reported == ("waiting", "1024 MiB more must become free on the device")
     assert driver.state == "checkpointed"
     with pytest.raises(YieldRefusedError, match="1024 MiB more"):
         driver.restore(0.0)
     device.set(others=0)
-    assert driver.told.get(timeout=20)[0] == "restored"
-    assert (driver.state, device["state"], driver.told.empty()) == ("running", 0, True)
+    assert driver.reported.get(timeout=20)[0] == "restored"
+    assert (driver.state, device["state"], driver.reported.empty()) == ("running", 0, True)
 
 
 def test_a_lease_can_be_changed(make, device):
     driver = make()
     driver.lock_and_checkpoint(5.0, None)
     driver.renew(0.05)
-    assert driver.told.get(timeout=20)[0] == "restored"
+    assert driver.reported.get(timeout=20)[0] == "restored"
     driver.lock_and_checkpoint(5.0, 0.3)
     driver.lock_and_checkpoint(5.0, None)
     driver.restore(1.0)
-    assert driver.told.empty()
+    assert driver.reported.empty()
 
 
-def test_a_keeper_that_is_killed_is_replaced_and_the_lease_goes_on(make, device):
+def test_a_helper_that_is_killed_is_replaced_and_the_lease_goes_on(make, device):
     driver = make()
     driver.lock_and_checkpoint(5.0, 1.0)
-    first = driver.keeper_pid
+    first = driver.helper_pid
     os.kill(first, signal.SIGKILL)
-    assert driver.told.get(timeout=30)[0] == "restored"
+    assert driver.reported.get(timeout=30)[0] == "restored"
     restored = [pid for name, pid in device.calls if name == RESTORE]
     assert len(restored) == 1
     assert restored[0] not in (first, os.getpid())
 
 
-def test_where_no_keeper_starts_this_process_ends_the_lease(make, device):
+def test_where_no_helper_starts_this_process_ends_the_lease(make, device):
     driver = make()
     driver.lock_and_checkpoint(5.0, 0.5)
     driver._settings = HelperSettings(
         driver=FAKE, nvml=FAKE, environ=os.environ, python="/nowhere/python"
     )
-    os.kill(driver.keeper_pid, signal.SIGKILL)
-    assert driver.told.get(timeout=30)[0] == "restored"
+    os.kill(driver.helper_pid, signal.SIGKILL)
+    assert driver.reported.get(timeout=30)[0] == "restored"
     assert [pid for name, pid in device.calls if name == RESTORE] == [os.getpid()]
 
 
-def test_sigterm_to_the_keeper_is_the_way_out(make, device):
+def test_sigterm_to_the_helper_is_the_way_out(make, device):
     driver = make()
     driver.lock_and_checkpoint(5.0, None)
-    keeper = driver.keeper_pid
-    os.kill(keeper, signal.SIGTERM)
-    assert driver.told.get(timeout=20)[0] == "restored"
+    helper = driver.helper_pid
+    os.kill(helper, signal.SIGTERM)
+    assert driver.reported.get(timeout=20)[0] == "restored"
     assert (driver.state, device["state"]) == ("running", 0)
-    assert wait_gone(keeper)
+    assert wait_gone(helper)
 
 
 def test_a_pipe_that_is_closed_brings_the_process_back(make, device):
@@ -115,7 +115,7 @@ if os.fork() == 0:  # inherits the pipes, as a worker of a data loader does
     driver.forget_parent()
     os.write(1, f"{driver.state}\\n".encode())
     time.sleep(60)
-os.write(1, f"{driver.keeper_pid}\\n".encode())
+os.write(1, f"{driver.helper_pid}\\n".encode())
 if sys.argv[1] == "exit":
     sys.exit(0)
 time.sleep(60)
@@ -123,7 +123,7 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "exit"])
-def test_a_parent_that_ends_leaves_no_keeper(device, how):
+def test_a_parent_that_ends_leaves_no_helper(device, how):
     parent = subprocess.Popen(
         [sys.executable, "-c", PARENT, how],
         stdout=subprocess.PIPE,
@@ -132,14 +132,14 @@ def test_a_parent_that_ends_leaves_no_keeper(device, how):
         env={**os.environ, "PYTHONPATH": str(Path(fake_driver.__file__).parents[1])},
     )
     try:
-        told = {parent.stdout.readline().strip() for _ in range(2)}
-        assert "running" in told, "a forked child is not locked"
-        (keeper,) = (int(line) for line in told - {"running"})
+        reported = {parent.stdout.readline().strip() for _ in range(2)}
+        assert "running" in reported, "a forked child is not locked"
+        (helper,) = (int(line) for line in reported - {"running"})
         if how != "exit":
             parent.send_signal(getattr(signal, how))
         parent.wait(20)
-        assert wait_gone(keeper)
-        assert device.names == [LOCK, CHECKPOINT], "nobody is there to be restored"
+        assert wait_gone(helper)
+        assert device.names == [LOCK, CHECKPOINT], "no process is left to be restored"
     finally:
         os.killpg(parent.pid, signal.SIGKILL)
         parent.stdout.close()
@@ -147,7 +147,7 @@ def test_a_parent_that_ends_leaves_no_keeper(device, how):
 
 @pytest.fixture
 def tracers(monkeypatch):
-    """Yama stands in the way: which processes this one let act on it; 0: nobody again."""
+    """Yama stands in the way: the pids that this process allowed to trace it; 0 for none."""
     named = []
     where = "gpumem_otel.yielding.driver.checkpoint."
     monkeypatch.setattr(where + "yama_scope", lambda: 1)
@@ -156,7 +156,7 @@ def tracers(monkeypatch):
 
 
 @pytest.mark.parametrize("refusals", [1, 20])
-def test_nobody_may_act_on_this_process_once_there_is_no_keeper(make, device, tracers, refusals):
+def test_nobody_may_act_on_this_process_once_there_is_no_helper(make, device, tracers, refusals):
     driver = make()
     device.plan(STATE, *[CUresult.CUDA_ERROR_NOT_PERMITTED] * refusals)
     if refusals > 1:

@@ -86,7 +86,7 @@ def test_there_is_no_driver(ask, monkeypatch):
     assert ask(driver=driver_api.DRIVER) == ""
     monkeypatch.setattr(driver_api, "_LIBRARY", "libno-such-driver.so.1")
     assert ask(driver=driver_api.DRIVER) == (
-        "there is no NVIDIA driver here (libcuda.so.1 can not be loaded)"
+        "there is no NVIDIA driver here (libcuda.so.1 cannot be loaded)"
     )
 
 
@@ -99,8 +99,8 @@ def cuDriverGetVersion():
 @pytest.mark.parametrize(
     ("library", "says"),
     [
-        ("libno-such-driver.so.1", "there is no NVIDIA driver here (libcuda.so.1 can not be"),
-        ("libc.so.6", "cuDriverGetVersion is not to be had: the driver and cuda-bindings do not"),
+        ("libno-such-driver.so.1", "there is no NVIDIA driver here (libcuda.so.1 cannot be"),
+        ("libc.so.6", "cuDriverGetVersion is not available: the driver and cuda-bindings do not"),
     ],
 )
 def test_what_the_bindings_raise_is_not_told(tmp_path, monkeypatch, library, says):
@@ -130,14 +130,14 @@ def test_bindings_that_can_not_be_imported(tmp_path, monkeypatch, text):
     with pytest.raises(ImportError) as caught:
         driver_api.DriverCalls(os.getpid(), driver="broken_driver")
     assert str(caught.value) == (
-        "cuda-bindings can not be imported: pip install 'cuda-bindings>=12.8' nvidia-ml-py"
+        "cuda-bindings cannot be imported: pip install 'cuda-bindings>=12.8' nvidia-ml-py"
     )
 
 
 def test_what_the_caller_knows(ask):
     assert ask(communicators=3).startswith("3 NCCL communicator(s) live in this process")
     assert ask(foreign="1 GiB is shared by CUDA IPC") == (
-        "1 GiB is shared by CUDA IPC, which the driver can not bring back; give it up first"
+        "1 GiB is shared by CUDA IPC, which the driver cannot restore; release it first"
     )
 
 
@@ -148,7 +148,7 @@ def test_the_drivers_age(ask, device, root, version, refused):
     device.set(driver=version)
     (root / "proc/driver/nvidia/version").unlink()
     assert ask() == (
-        f"driver {version} can not bring processes back; it takes 570 or newer" if refused else ""
+        f"driver {version} cannot restore processes; install 570 or newer" if refused else ""
     )
     text = f"NVRM version: NVIDIA UNIX x86_64 Kernel Module  {version}  Wed\nGCC version: 12.3.0\n"
     (root / "proc/driver/nvidia/version").write_text(text)
@@ -200,11 +200,11 @@ def test_a_python_without_an_executable(ask, monkeypatch):
 def test_permission_says_what_to_change(root):
     error = "cuCheckpointProcessGetState: CUDA_ERROR_NOT_PERMITTED (800)"
     assert why_not_permitted(error, root) == (
-        " (kernel.yama.ptrace_scope is 1, CAP_SYS_PTRACE is not there): "
+        " (kernel.yama.ptrace_scope is 1, CAP_SYS_PTRACE is not set): "
         "give the container that capability, or set the scope to 0"
     )
     (root / "proc/self/status").write_text("CapEff:\t0000000000080000\n")
-    assert "CAP_SYS_PTRACE is there" in why_not_permitted(error, root)
+    assert "CAP_SYS_PTRACE is set" in why_not_permitted(error, root)
     assert why_not_permitted("cuInit: CUDA_ERROR_NO_DEVICE (100)", root) == ""
 
 

@@ -1,4 +1,4 @@
-"""The way back from the driver: room, failures, keepers that are lost."""
+"""The way back from the driver: room, failures, helpers that are lost."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_no_room_is_seen_before_the_driver_is_asked(make, device, knows_pids):
         driver.restore(0.1)
     assert str(caught.value) == (
         "restore: 1024 MiB more must become free on the device; the process stays checkpointed, "
-        "restore it once there is room"
+        "restore it once there is enough device memory"
     )
     assert (driver.state, device.names) == ("checkpointed", [LOCK, CHECKPOINT])
     device.set(others=8 * GIB)
@@ -125,10 +125,10 @@ def test_an_unlock_that_fails_once_is_done_again(make, device):
 
 @pytest.mark.parametrize("how", ["hang", "die"])
 @pytest.mark.parametrize("call", [RESTORE, UNLOCK])
-def test_a_keeper_lost_in_a_restore_is_replaced(make, device, call, how):
+def test_a_helper_lost_in_a_restore_is_replaced(make, device, call, how):
     driver = make()
     driver.lock_and_checkpoint(5.0, None)
-    first = driver.keeper_pid
+    first = driver.helper_pid
     driver._call_seconds = 2.0 if how == "hang" else 20.0  # the next one has to start in it
     device.plan(call, how)
     driver.restore(0.5)
@@ -146,7 +146,7 @@ def test_a_driver_that_hangs_for_everybody_hangs_no_caller(make, device):
     assert driver.state == "failed"
 
 
-def test_where_no_keeper_starts_the_process_brings_itself_back(make, device, tmp_path, monkeypatch):
+def test_where_no_helper_starts_the_process_brings_itself_back(make, device, tmp_path, monkeypatch):
     """It asks `nvidia-smi` for room: NVML would block in a process that is locked."""
     fake_driver.make_smi(tmp_path)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

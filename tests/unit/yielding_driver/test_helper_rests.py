@@ -1,4 +1,4 @@
-"""When a keeper lets go of the driver, and what it must not forget or load for that."""
+"""When a helper lets go of the driver, and what it must not forget or load for that."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEED = {"GPU": 5}
 
 
 class Calls:
-    """A driver that does what it is told."""
+    """A driver that does what it is reported."""
 
     def __init__(self, state="running", *, starts=True):
         self.now, self.starts, self.started = state, starts, 0
@@ -73,10 +73,10 @@ def full(monkeypatch):
     monkeypatch.setattr(Room, "missing", 1 << 30)
 
 
-def keeper(calls, **more):
-    said = []
-    made = CheckpointHelper(calls, room=Room, say=said.append, monotonic=lambda: 100.0, **more)
-    made.said = said
+def helper(calls, **more):
+    sent = []
+    made = CheckpointHelper(calls, room=Room, send=sent.append, monotonic=lambda: 100.0, **more)
+    made.sent = sent
     return made
 
 
@@ -85,7 +85,7 @@ def command(one, **message):
 
 
 def test_it_rests_once_the_parent_is_checkpointed():
-    one = keeper(Calls())
+    one = helper(Calls())
     assert not one.rests
     command(one, **CHECKPOINT)
     one.turn()
@@ -95,11 +95,11 @@ def test_it_rests_once_the_parent_is_checkpointed():
     assert not one.rests
     one.turn()
     assert not one.rests
-    assert one.said[-1]["state"] == "running"
+    assert one.sent[-1]["state"] == "running"
 
 
 def test_who_is_sent_away_does_not_rest_but_ends():
-    one = keeper(Calls())
+    one = helper(Calls())
     one.leave("signal")  # heard in the same turn, before the command
     command(one, **CHECKPOINT)
     one.turn()
@@ -108,7 +108,7 @@ def test_who_is_sent_away_does_not_rest_but_ends():
 
 @pytest.mark.usefixtures("full")
 def test_who_waits_for_room_does_not_rest():
-    one = keeper(Calls())
+    one = helper(Calls())
     command(one, **CHECKPOINT)
     one.leave("signal")
     one.turn()
@@ -121,14 +121,14 @@ def test_who_waits_for_room_does_not_rest():
 @pytest.mark.usefixtures("full")
 @pytest.mark.parametrize("starts", [True, False])
 def test_a_lease_that_is_over_without_room_loads_no_driver(starts):
-    """It would hold a little memory of the device beside the guest, or fail and end the keeper."""
+    """It would hold a little memory of the device beside the guest, or fail and end the helper."""
     calls = Calls("checkpointed", starts=starts)
-    one = keeper(calls, loaded=False)
+    one = helper(calls, loaded=False)
     one.resume(NEED, 50.0)
     one.turn()
     assert calls.started == 0
-    assert one.said[-1]["event"] == "waiting"
-    assert one.said[-1]["state"] == "checkpointed"
+    assert one.sent[-1]["event"] == "waiting"
+    assert one.sent[-1]["state"] == "checkpointed"
 
 
 @pytest.mark.parametrize("others", [0, 12 * GIB], ids=["room", "no room"])
@@ -138,13 +138,13 @@ def test_a_signal_in_the_turn_of_the_command_is_not_forgotten(tmp_path, others):
     device.set(persistent=1)
     if others:
         device.plan("cuCheckpointProcessCheckpoint", [others])
-    told = {
+    reported = {
         "pid": os.getpid(), "driver": "support.fake_driver", "nvml": "support.fake_driver",
         "first_pause_seconds": 0.02, "longest_pause_seconds": 0.1,
     }  # fmt: skip
     tests = Path(__file__).parents[2]
     process = subprocess.Popen(
-        [sys.executable, "-S", "-m", "gpumem_otel.yielding.driver.helper", json.dumps(told)],
+        [sys.executable, "-S", "-m", "gpumem_otel.yielding.driver.helper", json.dumps(reported)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={
@@ -153,27 +153,27 @@ def test_a_signal_in_the_turn_of_the_command_is_not_forgotten(tmp_path, others):
             "PYTHONPATH": os.pathsep.join([str(tests), str(tests.parent)]),
         },
     )
-    said = queue.Queue()
+    messages = queue.Queue()
 
     def listen():
         for line in process.stdout:
-            said.put(json.loads(line))
+            messages.put(json.loads(line))
 
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
-        assert said.get(timeout=20) == {"event": "ready"}
+        assert messages.get(timeout=20) == {"event": "ready"}
         os.kill(process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED)
         os.kill(process.pid, signal.SIGTERM)
         process.stdin.write((json.dumps({"id": 1, **CHECKPOINT}) + "\n").encode())
         process.stdin.flush()
         os.kill(process.pid, signal.SIGCONT)
-        assert said.get(timeout=20)["state"] == "checkpointed"
+        assert messages.get(timeout=20)["state"] == "checkpointed"
         if others:
-            assert said.get(timeout=20)["event"] == "waiting"
+            assert messages.get(timeout=20)["event"] == "waiting"
             device.set(others=0)
-        assert said.get(timeout=20)["event"] == "restored"
+        assert messages.get(timeout=20)["event"] == "restored"
         assert process.wait(20) == 0
         assert device["state"] == 0
     finally:

@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def torch_module(monkeypatch):
-    """A module that knows torch, whose functions work or wait as told."""
+    """A module that knows torch, whose functions work or wait as reported."""
     torch = types.ModuleType("torch")
     module = types.ModuleType("loader")
     module.torch, module.threading, module.queue = torch, threading, queue

@@ -20,7 +20,7 @@ STATUS = (
 
 @pytest.fixture
 def task(tmp_path):
-    """Writes what is told of thread 7."""
+    """Writes the status of thread 7."""
     own = tmp_path / str(os.getpid())
     (own / "task" / "7").mkdir(parents=True)
     (tmp_path / "self").symlink_to(own.name)

@@ -35,7 +35,7 @@ class Owner:
 
 
 class Allocator:
-    """A source whose blocks are the storages that it is told of."""
+    """A source whose blocks are the given storages."""
 
     def __init__(self):
         self.segments = []
@@ -97,7 +97,7 @@ def blocks(found):
 
 def whys(found):
     return {stay.why for stay in found.stays if stay.cause == "foreign"} - {
-        "memory that torch's allocator did not give out: imported, or registered"
+        "memory that is not of torch's allocator: imported, or registered"
     }
 
 
@@ -141,8 +141,8 @@ def test_who_allocated_it_goes_with_it(source):
     source.holds(named, frames=frames)
     source.holds(bare)
     source.roots = {(0, address(bare)): "[before install]", (0, address(named) + 1): "[other]"}
-    told = {one.address: (list(one.frames), one.root) for one in find(source).movables}
-    assert told == {
+    reported = {one.address: (list(one.frames), one.root) for one in find(source).movables}
+    assert reported == {
         address(named): (frames, ""),
         address(bare): ([], "[before install]"),
     }
@@ -268,18 +268,20 @@ def test_a_storage_in_the_middle_of_a_block_keeps_it(source):
     del inside
 
 
-@pytest.mark.parametrize("door", ["to_dlpack", "__dlpack__", "from_dlpack", "_share_cuda_", "cuda"])
-def test_what_went_out_through_a_door_stays_until_it_is_gone(source, door):
+@pytest.mark.parametrize(
+    "function", ["to_dlpack", "__dlpack__", "from_dlpack", "_share_cuda_", "cuda"]
+)
+def test_a_shared_storage_stays_until_it_is_gone(source, function):
     one, other = torch.randn(100), torch.randn(100)
     source.holds(one, other)
     assert len(find(source).movables) == 2
-    if door == "to_dlpack":
+    if function == "to_dlpack":
         torch.utils.dlpack.to_dlpack(one[3:])
-    elif door == "__dlpack__":
+    elif function == "__dlpack__":
         one.__dlpack__()
-    elif door == "from_dlpack":
+    elif function == "from_dlpack":
         torch.from_dlpack(one)
-    elif door == "_share_cuda_":
+    elif function == "_share_cuda_":
         with pytest.raises(RuntimeError):  # there is no device
             torch.UntypedStorage._share_cuda_(one.untyped_storage())
     else:
@@ -311,7 +313,7 @@ def test_without_a_watch_nothing_is_known(source):
 
 
 def test_the_doors_are_as_they_were_once_the_watch_ends():
-    def doors():
+    def functions():
         storage = torch.UntypedStorage
         return (
             torch._C._to_dlpack,
@@ -322,18 +324,18 @@ def test_the_doors_are_as_they_were_once_the_watch_ends():
             torch.Tensor.__dlpack__,
         )
 
-    before = doors()
+    before = functions()
     exports = SharedStorages()
     exports.start(torch)
     exports.start(torch)
-    assert doors() != before
+    assert functions() != before
     one = torch.arange(6)
     assert torch.equal(torch.from_dlpack(one), one)
     assert not hasattr(one, "__cuda_array_interface__")  # as any tensor of the host
     with pytest.raises(AttributeError, match="non-CUDA"):
         one.__cuda_array_interface__  # noqa: B018
     exports.stop()
-    assert doors() == before
+    assert functions() == before
     assert not exports.watches
 
 
@@ -410,7 +412,7 @@ def test_a_copy_that_runs_beside_the_look_hides_nothing_of_autograd(source):
 
 
 def test_what_was_probable_is_of_no_authority(source):
-    """Held by C++ alone by now: what the head start holds on to does not make it go."""
+    """Held by C++ alone by now: what the prefetch holds on to does not make it go."""
     big = torch.zeros(2 << 20, dtype=torch.uint8)
     where = address(big)
     source.block(where, 2 << 20)

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 from support.offload_parts import (  # noqa: E402
     PIECE,
     Asked,
-    movables_of,
+    candidates_of,
     never,
     tensor,
 )
@@ -54,7 +54,7 @@ def begun(make):
     """Parts whose pool is pinned, three storages, and a log of all copies from now on."""
     parts = make()
     tensors = [tensor(size, seed) for seed, size in enumerate((PIECE * 3, PIECE + 5, 300))]
-    parts.out(movables_of(tensors))
+    parts.out(candidates_of(tensors))
     parts.back()
     parts.log, parts.gate = [], threading.Event()
     parts.devices.lane = lambda device: Lane(parts.log, parts.gate)
@@ -78,9 +78,9 @@ def copied(parts):
 @pytest.mark.parametrize("verify", [False, True])
 def test_what_is_on_its_way_is_copied_once_and_first(begun, verify):
     parts, tensors = begun
-    goes = movables_of(tensors)
+    goes = candidates_of(tensors)
     tensors[2].add_(1)  # after the last yield: what goes is what is there now
-    parts.offload.begin(movables_of(tensors[:2]))
+    parts.offload.begin(candidates_of(tensors[:2]))
     parts.gate.set()
     before = [one.clone() for one in tensors]
     parts.offload.admit(goes, YieldRequest(verify=verify))
@@ -98,30 +98,32 @@ def test_what_is_on_its_way_is_copied_once_and_first(begun, verify):
 
 def test_nothing_begins_before_host_memory_is_pinned(make):
     parts, one = make(), tensor(PIECE)
-    parts.offload.begin(movables_of([one]))
+    parts.offload.begin(candidates_of([one]))
     assert not parts.offload.copies_ahead
     parts = make(limit=0)
-    parts.out(movables_of([one]))
+    parts.out(candidates_of([one]))
     parts.back()
-    parts.offload.begin(movables_of([one]))
+    parts.offload.begin(candidates_of([one]))
     assert not parts.offload.copies_ahead
 
 
 def test_what_does_not_go_any_more_was_copied_for_nothing(begun):
     """The job let go of a tensor, or the request leaves it: the rest is whole."""
     parts, tensors = begun
-    parts.offload.begin(movables_of(tensors))
+    parts.offload.begin(candidates_of(tensors))
     parts.gate.set()
-    assert again(parts, tensors, movables_of(tensors[1:]))
+    assert again(parts, tensors, candidates_of(tensors[1:]))
     assert not parts.offload.copies_ahead
-    parts.offload.begin(movables_of(tensors[:1]))
-    moved = [replace(one, address=one.address + 64) for one in movables_of(tensors[:1])]
-    parts.offload.admit([*moved, *movables_of(tensors[1:])], YieldRequest())
+    parts.offload.begin(candidates_of(tensors[:1]))
+    moved = [replace(one, address=one.address + 64) for one in candidates_of(tensors[:1])]
+    parts.offload.admit([*moved, *candidates_of(tensors[1:])], YieldRequest())
     assert not parts.offload.copies_ahead  # not where it was
     parts.offload.abandon()
-    parts.offload.begin(movables_of(tensors))
+    parts.offload.begin(candidates_of(tensors))
     classes = ["optimizer_state", "parameter", "parameter"]
-    goes = [replace(m, tensor_class=c) for m, c in zip(movables_of(tensors), classes, strict=True)]
+    goes = [
+        replace(m, tensor_class=c) for m, c in zip(candidates_of(tensors), classes, strict=True)
+    ]
     parts.offload.admit(goes, YieldRequest(discard=("optimizer_state",)))
     assert not parts.offload.copies_ahead  # thrown away
     parts.offload.abandon()
@@ -140,19 +142,19 @@ def test_what_is_given_up_ends_before_anything_else_happens(begun, monkeypatch, 
     monkeypatch.setattr(prefetch.Prefetch, "drop", drop)
     opener = threading.Thread(target=lambda: dropping.wait(20) and parts.gate.set())
     opener.start()
-    parts.offload.begin(movables_of(tensors))
+    parts.offload.begin(candidates_of(tensors))
     if then == "no room":
         with monkeypatch.context() as patch:
             patch.setattr(parts.host, "reserve", refuse)
             with pytest.raises(YieldRefusedError, match="no room"):
-                parts.offload.admit(movables_of(tensors), YieldRequest())
+                parts.offload.admit(candidates_of(tensors), YieldRequest())
     assert parts.offload.copies_ahead
     parts.offload.abandon()
     opener.join()
     assert copied(parts) == sum(one.numel() for one in tensors)
     assert not [t for t in threading.enumerate() if t.name == "gpumem-copy"]
     assert all(torch.equal(one, was) for one, was in zip(tensors, before, strict=True))
-    assert again(parts, tensors, movables_of(tensors))
+    assert again(parts, tensors, candidates_of(tensors))
 
 
 def refuse(*_arguments, **_options):
@@ -170,18 +172,18 @@ def test_an_error_of_the_thread_refuses_the_yield_and_leaves_the_job(begun):
             return super().mark()
 
     working, parts.devices.lane = parts.devices.lane, lambda device: Broken(parts.log, parts.gate)
-    parts.offload.begin(movables_of(tensors))
-    parts.offload.admit(movables_of(tensors), YieldRequest())
+    parts.offload.begin(candidates_of(tensors))
+    parts.offload.admit(candidates_of(tensors), YieldRequest())
     with pytest.raises(RuntimeError, match="CUDA error"):
         parts.offload.copy_out(parts.progress, never)
     parts.offload.abandon()
     assert all(torch.equal(one, was) for one, was in zip(tensors, before, strict=True))
     parts.devices.lane = working
     parts.gate.set()
-    assert again(parts, tensors, movables_of(tensors))
+    assert again(parts, tensors, candidates_of(tensors))
 
 
-TRACED = ("/yielding/headstart.py", "/yielding/offload.py")
+TRACED = ("/copy/prefetch.py", "/copy/offload.py")
 
 
 def interrupted_at(number):
@@ -223,7 +225,7 @@ def test_an_interrupt_in_any_line_leaves_no_copy_under_way(make, monkeypatch):
     lanes = parts.devices.lane
     for number in itertools.count(1):
         parts.devices.lane = lanes
-        parts.out(movables_of(tensors))
+        parts.out(candidates_of(tensors))
         parts.back()
         parts.devices.lane = lambda device: Lane([], gate)
         gate.clear()
@@ -231,8 +233,8 @@ def test_an_interrupt_in_any_line_leaves_no_copy_under_way(make, monkeypatch):
         traced = sys.gettrace()
         sys.settrace(tracer)
         try:
-            parts.offload.begin(movables_of(tensors))
-            parts.offload.admit(movables_of(tensors), YieldRequest(release_host=True))
+            parts.offload.begin(candidates_of(tensors))
+            parts.offload.admit(candidates_of(tensors), YieldRequest(release_host=True))
             parts.offload.copy_out(parts.progress, never)
         except KeyboardInterrupt:
             pass
@@ -251,8 +253,8 @@ def test_an_interrupt_in_any_line_leaves_no_copy_under_way(make, monkeypatch):
 
 def test_an_interrupt_while_it_is_dropped_waits_and_is_raised(begun, monkeypatch):
     parts, tensors = begun
-    parts.offload.begin(movables_of(tensors))
-    head, calls = parts.offload._head_start, []
+    parts.offload.begin(candidates_of(tensors))
+    head, calls = parts.offload._prefetch, []
     wait = head._done.wait
 
     def interrupted():
@@ -268,12 +270,12 @@ def test_an_interrupt_while_it_is_dropped_waits_and_is_raised(begun, monkeypatch
     assert (len(calls), copied(parts)) == (3, sum(one.numel() for one in tensors))
     assert not parts.offload.copies_ahead
     parts.offload.abandon()
-    assert again(parts, tensors, movables_of(tensors))
+    assert again(parts, tensors, candidates_of(tensors))
 
 
 def test_host_memory_stays_while_it_is_written_to(begun):
     parts, tensors = begun
-    parts.offload.begin(movables_of(tensors))
+    parts.offload.begin(candidates_of(tensors))
     held = parts.pool.capacity_bytes
     assert parts.offload.give_back() == 0
     assert not parts.offload.close()
@@ -291,8 +293,8 @@ def test_where_no_thread_can_be_started_the_copy_begins_later(begun, monkeypatch
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse_thread)
-        parts.offload.begin(movables_of(tensors))
-    assert again(parts, tensors, movables_of(tensors))
+        parts.offload.begin(candidates_of(tensors))
+    assert again(parts, tensors, candidates_of(tensors))
     assert {thread for thread, _ in parts.log} == {"MainThread"}
     assert copied(parts) == 2 * sum(one.numel() for one in tensors)  # there and back
 
@@ -301,7 +303,7 @@ def test_devices_of_which_nothing_was_known_are_waited_for_too(make):
     """Their last step may still run, and its result is what goes."""
     parts = make()
     known, fresh = tensor(PIECE * 3), tensor(PIECE, 1)
-    parts.out([*movables_of([known]), *movables_of([tensor(PIECE * 2, 2)], device=1)])
+    parts.out([*candidates_of([known]), *candidates_of([tensor(PIECE * 2, 2)], device=1)])
     parts.back()
     pending = [lambda: fresh.fill_(77)]
     waited = []
@@ -312,8 +314,10 @@ def test_devices_of_which_nothing_was_known_are_waited_for_too(make):
             pending.pop()()
 
     parts.devices.synchronize = synchronize
-    parts.offload.begin(movables_of([known]))
-    parts.offload.admit([*movables_of([known]), *movables_of([fresh], device=1)], YieldRequest())
+    parts.offload.begin(candidates_of([known]))
+    parts.offload.admit(
+        [*candidates_of([known]), *candidates_of([fresh], device=1)], YieldRequest()
+    )
     parts.offload.copy_out(parts.progress, never)
     assert waited == [0, 1]
     parts.offload.free()
@@ -334,17 +338,17 @@ def test_a_look_makes_no_measured_speed_slower(begun, monkeypatch):
 
     parts.offload._now = monotonic
     parts.offload._out_speed = 1e9
-    parts.offload.begin(movables_of(tensors))
+    parts.offload.begin(candidates_of(tensors))
     now[0] += 50
-    assert again(parts, tensors, movables_of(tensors))
+    assert again(parts, tensors, candidates_of(tensors))
     assert parts.offload.bytes_per_second == 1e9
 
 
 def test_no_device_gets_more_than_its_share_ahead():
     large, tiny = tensor(PIECE * 3), tensor(PIECE)
-    goes = [*movables_of([large]), *movables_of([tiny], device=1)]
+    goes = [*candidates_of([large]), *candidates_of([tiny], device=1)]
     first = placement.place_first(goes, PIECE * 10, PIECE * 2)
-    assert [item.movable.device for item in first] == [1]
+    assert [item.candidate.device for item in first] == [1]
     assert placement.place_first(goes, PIECE, PIECE * 5) == []
     assert len(placement.place_first(goes, PIECE * 10, PIECE * 5)) == 2
 
@@ -358,9 +362,9 @@ def test_no_more_is_asked_for_ahead_than_the_last_look_left_time_for(begun, monk
     parts.offload._out_speed = PIECE * 2
     for look_seconds in (0.0, 1.25, 1.25):  # of this yield: the next one goes by it
         parts.log.clear()
-        parts.offload.begin(movables_of(tensors))
+        parts.offload.begin(candidates_of(tensors))
         now[0] += look_seconds
-        assert again(parts, tensors, movables_of(tensors))
+        assert again(parts, tensors, candidates_of(tensors))
         ahead = [size for thread, size in parts.log if thread == "gpumem-copy"]
         assert sum(ahead) == (PIECE * 3 + 300 if now[0] > 2 else 300)
 
@@ -374,14 +378,14 @@ def test_no_more_is_asked_for_ahead_than_the_last_look_left_time_for(begun, monk
     ],
 )
 def test_how_much_that_is(devices, look_seconds, bytes_per_second, expected):
-    assert prefetch.ahead_bytes(devices, look_seconds, bytes_per_second) == expected
+    assert prefetch.prefetch_bytes(devices, look_seconds, bytes_per_second) == expected
 
 
 def test_large_storages_are_remembered_without_being_kept_alive():
     large, small, gone = tensor(1 << 20), tensor(100), tensor(2 << 20)
     remembered = Remembered()
     assert remembered.alive() == []
-    remembered.keep([*movables_of([large, small], stream=7), *movables_of([gone])])
+    remembered.keep([*candidates_of([large, small], stream=7), *candidates_of([gone])])
     del gone
     gc.collect()
     (found,) = remembered.alive()
@@ -401,7 +405,7 @@ def test_what_is_not_pinned_goes_on_through_the_offloads_own_ring(make):
     """A run that began ahead is one of its own, with its buffers."""
     parts = make(limit=PIECE * 3)
     first = tensor(PIECE * 3)
-    parts.out(movables_of([first]))
+    parts.out(candidates_of([first]))
     parts.back()
     rings, ring_of = [], parts.offload._staging
 
@@ -411,6 +415,6 @@ def test_what_is_not_pinned_goes_on_through_the_offloads_own_ring(make):
 
     parts.offload._staging = counted
     tensors = [first, tensor(PIECE * 2, 1)]
-    parts.offload.begin(movables_of([first]))
-    assert again(parts, tensors, movables_of(tensors))
+    parts.offload.begin(candidates_of([first]))
+    assert again(parts, tensors, candidates_of(tensors))
     assert rings == [0, 0]  # there and back
