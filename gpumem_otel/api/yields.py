@@ -23,16 +23,11 @@ from gpumem_otel.errors import ConfigError, GpumemError, YieldRefusedError
 from gpumem_otel.settings.config import process_environ
 from gpumem_otel.yielding.callbacks import Callbacks
 from gpumem_otel.yielding.engine.safepoint import SafePoints
+from gpumem_otel.yielding.request_fields import DeviceNumbers, Names, Seconds, fields_of
 from gpumem_otel.yielding.scan.torch_state import not_between_steps
 from gpumem_otel.yielding.signals import GRACE_SECONDS, StopSignals
-from gpumem_otel.yielding.validation import restore_fault, seconds_fault, yield_fault
-from gpumem_otel.yielding.values import (
-    RestoreRequest,
-    Seconds,
-    YieldLevel,
-    YieldRequest,
-    YieldState,
-)
+from gpumem_otel.yielding.validation import restore_fault, yield_fault
+from gpumem_otel.yielding.values import RestoreRequest, YieldLevel, YieldRequest, YieldState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -226,7 +221,7 @@ def yield_callbacks(
     ):
         if call is not None and not callable(call):
             raise ConfigError(f"{name}: {type(call).__name__!r} can not be called")
-    fault = seconds_fault("timeout_seconds", timeout_seconds, _CALLBACK_SECONDS)
+    fault = _CALLBACK_SECONDS.fault("timeout_seconds", timeout_seconds)
     if fault:
         raise ConfigError(f"yield_callbacks: {fault}")
     return _STATE.callbacks.add(before_yield, after_restore, on_evict, timeout_seconds)
@@ -366,16 +361,18 @@ def _nothing_to_give_back(verb: str = "yield") -> YieldRefusedError:
 
 def _request(options: YieldOptions) -> YieldRequest:
     given: dict[str, Any] = dict(options)
-    unknown = sorted(set(given) - set(YieldOptions.__annotations__))
+    known = fields_of(YieldRequest)
+    unknown = sorted(set(given) - set(known))
     if unknown:
         raise ConfigError(f"yield: unknown keyword {unknown[0]!r}")
     try:
         level = YieldLevel(given.pop("level", YieldLevel.AUTO))
     except ValueError as error:
-        known = ", ".join(one.value for one in YieldLevel)
-        raise ConfigError(f"yield: {error}; levels are {known}") from error
-    for name in {"devices", "classes", "keep", "discard"} & set(given):
-        given[name] = _names("yield", name, given[name])
+        levels = ", ".join(level.value for level in YieldLevel)
+        raise ConfigError(f"yield: {error}; levels are {levels}") from error
+    for name, value in given.items():
+        if isinstance(known[name].kind, (DeviceNumbers, Names)):
+            given[name] = _names("yield", name, value)
     request = YieldRequest(level=level, **given)
     fault = yield_fault(request)
     if not fault and request.disk_dir and not os.path.isdir(request.disk_dir):  # noqa: PTH112

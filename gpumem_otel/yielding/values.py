@@ -15,9 +15,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.base.text import by_size, human_bytes
+from gpumem_otel.snapshot.tensor_classes import TensorClass
+from gpumem_otel.yielding.request_fields import (
+    DeviceNumbers,
+    Flag,
+    Folder,
+    Names,
+    OneOf,
+    Repeat,
+    Seconds,
+    described,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -64,32 +75,9 @@ DISCARDABLE = ("optimizer_state", "parameter", "buffer", "kv_cache")
 """Tensor classes whose contents a request may throw away: all but the optimizer's state are
 overwritten by whoever asks for it."""
 
-DEVICES = range(1024)
-"""torch's numbers that a request may name."""
+_CLASSES = tuple(member.value for member in TensorClass)
 
 _DAY = 86_400.0
-
-
-class Seconds(NamedTuple):
-    """Lengths of time that a field may have, both ends included.
-
-    Attributes:
-        left_out: what a request without it means, for messages.
-    """
-
-    low: float
-    high: float
-    left_out: str
-
-
-SECONDS: Mapping[str, Seconds] = MappingProxyType(
-    {
-        "lease_seconds": Seconds(0.1, 31 * _DAY, "no lease"),
-        "deadline_seconds": Seconds(0.1, _DAY, "no deadline"),
-        "wait_seconds": Seconds(0.0, _DAY, "60"),
-    }
-)
-"""Of requests, by whatever door they come: the job's own call, HTTP, the command line."""
 
 RESIDUAL_CAUSES = (
     "context",
@@ -137,53 +125,141 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldRequest:
-    """What is asked for; lengths of time are those of `SECONDS`.
+    """What a yield is asked for."""
 
-    Attributes:
-        devices: which of `DEVICES` to give back; None for all of this process. The driver knows no
-            choice: with it level `process` is refused.
-        classes: tensor classes that go; None for all. Likewise.
-        keep: tensor classes that stay on the device.
-        discard: tensor classes of `DISCARDABLE` whose contents are thrown away: zeros after the
-            restore.
-        lease_seconds: restore by itself after so long; None for never.
-        deadline_seconds: rolled back where it takes longer, the wait for a safe point included.
-        wait_seconds: how long to wait for a safe point.
-        dry_run: only say what would happen.
-        verify: checksums, made on the device before and after.
-        assume_private: move also what may be shared with another process or library.
-        release_host: give the pinned host memory back after the restore instead of keeping it.
-        disk_dir: folder on fast local storage that takes what host memory can not; "" for none.
-    """
-
-    level: YieldLevel = YieldLevel.AUTO
-    devices: tuple[int, ...] | None = None
-    classes: tuple[str, ...] | None = None
-    keep: tuple[str, ...] = ()
-    discard: tuple[str, ...] = ()
-    lease_seconds: float | None = None
-    deadline_seconds: float | None = None
-    wait_seconds: float = 60.0
-    dry_run: bool = False
-    verify: bool = False
-    assume_private: bool = False
-    release_host: bool = False
-    disk_dir: str = ""
+    level: YieldLevel = field(
+        default=YieldLevel.AUTO,
+        metadata=described(
+            OneOf(YieldLevel),
+            "tensors (the context stays), process (all, by the driver), or auto (both, if it can).",
+            help="tensors: the context stays; process: all, by the driver; auto (default): both.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    devices: tuple[int, ...] | None = field(
+        default=None,
+        metadata=described(
+            DeviceNumbers(range(1024)),
+            "Devices of the process, by torch's number; null for all.",
+            option="--device",
+            help="Only this.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    classes: tuple[str, ...] | None = field(
+        default=None,
+        metadata=described(
+            Names(_CLASSES, least=1),
+            "Tensor classes that go; null for all.",
+            option="--class",
+            help="Only this tensor class.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    keep: tuple[str, ...] = field(
+        default=(),
+        metadata=described(
+            Names(_CLASSES),
+            "Tensor classes that stay on the device.",
+            help="Tensor class that stays.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    discard: tuple[str, ...] = field(
+        default=(),
+        metadata=described(
+            Names(DISCARDABLE),
+            "Tensor classes whose contents are thrown away: zeros after the restore.",
+            help="Tensor class that is thrown away: zeros after the restore.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    lease_seconds: float | None = field(
+        default=None,
+        metadata=described(
+            Seconds(0.1, 31 * _DAY, "no lease"),
+            "Restore by itself after so long; null for never.",
+            option="--lease",
+            help="Restore by itself after so long.",
+            repeat=Repeat.LEFT_OUT,
+        ),
+    )
+    deadline_seconds: float | None = field(
+        default=None,
+        metadata=described(
+            Seconds(0.1, _DAY, "no deadline"),
+            "Rolled back where it takes longer, the wait for a safe point included.",
+            option="--deadline",
+            help="Undo it where it takes longer.",
+        ),
+    )
+    wait_seconds: float = field(
+        default=60.0,
+        metadata=described(Seconds(0.0, _DAY, "60"), "How long to wait for a safe point."),
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata=described(Flag(), "Only say what would happen.", repeat=Repeat.NEVER),
+    )
+    verify: bool = field(
+        default=False,
+        metadata=described(
+            Flag(),
+            "Compare checksums made on the device before and after.",
+            help="Compare checksums before and after.",
+            repeat=Repeat.LEFT_OUT,
+        ),
+    )
+    assume_private: bool = field(
+        default=False,
+        metadata=described(
+            Flag(),
+            "Move also what may be shared with another process or library.",
+            help="Move also what others may share.",
+            repeat=Repeat.LEFT_OUT,
+        ),
+    )
+    release_host: bool = field(
+        default=False,
+        metadata=described(
+            Flag(),
+            "Give the pinned host memory back after the restore.",
+            help="Give host memory back after the restore.",
+            repeat=Repeat.LEFT_OUT,
+        ),
+    )
+    disk_dir: str = field(
+        default="",
+        metadata=described(
+            Folder(json_pattern="^(/[ -~]*)?$", json_most=4096),
+            'Folder, one that the job allows, for what host memory cannot hold; "" for none.',
+            help="Folder for what host memory cannot hold; the job must allow it.",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """What is asked for; lengths of time are those of `SECONDS`.
+    """What a restore is asked for; with classes the process stays YIELDED until all are back."""
 
-    Attributes:
-        classes: tensor classes to bring back now; the process stays YIELDED until all are back.
-            None for all.
-        wait_seconds: how long to wait for device memory; then it stays YIELDED and says what is
-            missing.
-    """
-
-    classes: tuple[str, ...] | None = None
-    wait_seconds: float = 60.0
+    classes: tuple[str, ...] | None = field(
+        default=None,
+        metadata=described(
+            Names(_CLASSES, least=1),
+            "Tensor classes to bring back now; null for all.",
+            option="--class",
+            help="Only this tensor class.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    wait_seconds: float = field(
+        default=60.0,
+        metadata=described(
+            Seconds(0.0, _DAY, "60"),
+            "How long to wait for device memory; then it stays yielded and says what is missing.",
+            help="How long to wait for device memory.",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,15 +7,21 @@ from typing import Any, Final
 from gpumem_otel._version import __version__
 from gpumem_otel.yielding.control.idempotency import KEY_PATTERN
 from gpumem_otel.yielding.control.schema import (
-    RESTORE_RULE,
-    STATE_QUERY,
-    YIELD_RULE,
     ControlState,
     Process,
     object_schema,
+    query_parameters,
+    request_schema,
     schema_of,
 )
-from gpumem_otel.yielding.values import Operation, PhaseTime, YieldReport, YieldStatus
+from gpumem_otel.yielding.values import (
+    Operation,
+    PhaseTime,
+    RestoreRequest,
+    YieldReport,
+    YieldRequest,
+    YieldStatus,
+)
 
 _ANSWERS: Final = (Operation, PhaseTime, YieldReport, YieldStatus, ControlState, Process)
 
@@ -74,8 +80,8 @@ def document() -> dict[str, Any]:
         },
         "components": {
             "schemas": {
-                "YieldRequest": YIELD_RULE.schema(),
-                "RestoreRequest": RESTORE_RULE.schema(),
+                "YieldRequest": request_schema(YieldRequest),
+                "RestoreRequest": request_schema(RestoreRequest),
                 **{kind.__name__: object_schema(kind) for kind in _ANSWERS},
                 "Problem": _PROBLEM,
             },
@@ -135,22 +141,13 @@ def _command(name: str, summary: str, body: str) -> dict[str, Any]:
 
 
 def _state() -> dict[str, Any]:
-    parameters = [
-        {
-            "name": field.name,
-            "in": "query",
-            "description": field.meaning,
-            "schema": {**field.rule.schema(), "default": field.default},
-        }
-        for field in STATE_QUERY
-    ]
     answer = _json("The status.", schema_of(ControlState))
     answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "operationId": "state",
         "summary": "Where the job stands; a long poll with version and wait_seconds.",
         "description": "With `Accept: text/event-stream`, every change as an event.",
-        "parameters": parameters,
+        "parameters": query_parameters(),
         "responses": {"200": answer, **_refusals(*_ALWAYS)},
     }
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.yielding.engine.messages import kind_of
+from gpumem_otel.yielding.request_fields import Repeat, Seconds, fields_of
 from gpumem_otel.yielding.values import (
     Operation,
     OperationState,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.base.counters import Counters
     from gpumem_otel.base.protocols import Clock
+    from gpumem_otel.yielding.request_fields import RequestField
 
 # Where a process stands between yield and restore, for whoever asks; no torch, no CUDA.
 
@@ -198,10 +200,6 @@ def _tell(told: Callable[[], object]) -> None:
         _log.debug("a listener failed", exc_info=True)
 
 
-_MEMORY: Final = ("level", "devices", "classes", "keep", "discard", "dry_run")
-"""What says which memory goes, and how."""
-
-
 class Docket:
     """One operation at a time; its owner holds a lock from `repeated` to `begin`.
 
@@ -251,9 +249,7 @@ class Docket:
             other = _other_than(self.yielded, request)
             if not other:
                 return self._last_of("yield")
-            raise YieldRefusedError(
-                f"yield: {other} is asked for, and it is yielded already; restore first"
-            )
+            raise YieldRefusedError(f"yield: memory is yielded already, {other}; restore first")
         reason = self._board.status.reason
         if state is YieldState.YIELDED and self.yielded is None:
             reason = "a part of it is back already"
@@ -283,30 +279,22 @@ class Docket:
 
 def _asks_same(had: YieldRequest | RestoreRequest, asked: YieldRequest | RestoreRequest) -> bool:
     """Whether the second of two requests is met where the first one is."""
-    if isinstance(had, YieldRequest):
-        return isinstance(asked, YieldRequest) and not _other_than(had, asked)
-    return isinstance(asked, RestoreRequest) and had.classes == asked.classes
+    return type(had) is type(asked) and not _other_than(had, asked)
 
 
-def _other_than(had: YieldRequest, asked: YieldRequest) -> str:
+def _other_than(had: YieldRequest | RestoreRequest, asked: YieldRequest | RestoreRequest) -> str:
     """What the second asks for and the first does not bring, "" for nothing."""
-    for name in _MEMORY:
+    for name, field in fields_of(type(asked)).items():
         before, now = getattr(had, name), getattr(asked, name)
-        if before != now:
-            return f"{name} {_shown(now)}, where it has {_shown(before)},"
-    if asked.lease_seconds is not None and asked.lease_seconds != had.lease_seconds:
-        before = "none" if had.lease_seconds is None else f"{had.lease_seconds:g} s"
-        return f"a lease of {asked.lease_seconds:g} s, where it has {before},"
-    for name in ("verify", "assume_private", "release_host"):
-        if getattr(asked, name) and not getattr(had, name):
-            return name
+        left_out = field.repeat is Repeat.LEFT_OUT and now == field.default
+        if before != now and field.repeat is not Repeat.ALWAYS and not left_out:
+            return f"with {name} {_shown(before, field)}, not {_shown(now, field)}"
     return ""
 
 
-def _shown(value: object) -> str:
-    """As it is asked for; what is not said is all of it."""
+def _shown(value: object, field: RequestField) -> str:
     if value is None:
-        return "all"
+        return "none" if isinstance(field.kind, Seconds) else "all"
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "none"
     return str(getattr(value, "value", value))

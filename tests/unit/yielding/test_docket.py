@@ -30,15 +30,15 @@ SAME = [
     replace(HAD, disk_dir="/scratch"),
 ]
 OTHER = [
-    (replace(HAD, level=YieldLevel.TENSORS), "level tensors, where it has auto, is asked for"),
-    (replace(HAD, devices=(1,)), "devices 1, where it has all, is asked for"),
-    (replace(HAD, classes=("cache",)), "classes cache, where it has all, is asked for"),
-    (replace(HAD, keep=("input", "cache")), "keep input+cache, where it has none, is asked for"),
-    (replace(HAD, discard=("cache",)), "discard cache, where it has none, is asked for"),
-    (replace(HAD, lease_seconds=9.0), "a lease of 9 s, where it has 60 s, is asked for"),
-    (replace(HAD, verify=True), "verify is asked for"),
-    (replace(HAD, assume_private=True), "assume_private is asked for"),
-    (replace(HAD, release_host=True), "release_host is asked for"),
+    (replace(HAD, level=YieldLevel.TENSORS), "with level auto, not tensors"),
+    (replace(HAD, devices=(1,)), "with devices all, not 1"),
+    (replace(HAD, classes=("cache",)), "with classes all, not cache"),
+    (replace(HAD, keep=("input", "cache")), "with keep none, not input+cache"),
+    (replace(HAD, discard=("cache",)), "with discard none, not cache"),
+    (replace(HAD, lease_seconds=9.0), "with lease_seconds 60.0, not 9.0"),
+    (replace(HAD, verify=True), "with verify False, not True"),
+    (replace(HAD, assume_private=True), "with assume_private False, not True"),
+    (replace(HAD, release_host=True), "with release_host False, not True"),
 ]
 
 
@@ -98,7 +98,7 @@ def test_a_yield_that_asks_for_more_or_for_another(world, asked, said):
     assert world.refused(asked) == f"yield: yield {running.id} runs; wait for it"
     world = World()
     world.done(HAD, YieldState.YIELDED)
-    assert world.refused(asked) == f"yield: {said}, and it is yielded already; restore first"
+    assert world.refused(asked) == f"yield: memory is yielded already, {said}; restore first"
 
 
 def test_what_the_first_does_beyond_what_the_second_asks(world):

@@ -19,7 +19,7 @@ ALL = {
 @pytest.mark.parametrize(
     ("request_", "said"),
     [
-        (YieldRequest(discard=("gradient",)), "contents of 'gradient' can not be thrown away"),
+        (YieldRequest(discard=("gradient",)), "discard holds 'gradient', which is none of"),
         (YieldRequest(keep=("parameter",), classes=("parameter",)), "both to stay and to go"),
         (YieldRequest(level=YieldLevel.PROCESS, devices=(0,)), "the driver takes all devices"),
         (YieldRequest(level=YieldLevel.PROCESS, keep=("buffer",)), "the driver takes all devices"),
