@@ -112,7 +112,7 @@ def compose(
             moves=source.restored,
         ),
         safe_points=safe_points,
-        stillness=Quiescence(
+        quiescence=Quiescence(
             participants=participants,
             who_else=partial(who_else, segments),
             counters=lambda: {one.device: (one.allocations, one.frees) for one in usage()},

@@ -31,7 +31,7 @@ class YieldDependencies:
     finder: Finding
     offload: Offloading
     safe_points: SafePoints
-    stillness: Quiescence
+    quiescence: Quiescence
     callbacks: Callbacks
     clock: Clock
     checkpoint: Checkpointing | None = None

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING
 
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
-from gpumem_otel.yielding.engine.interrupts import THREAD_NAME, begin_aside
+from gpumem_otel.yielding.engine.interrupts import THREAD_NAME
 from gpumem_otel.yielding.engine.lease import Lease
 from gpumem_otel.yielding.engine.messages import kind_of, less_of, line_of, way_on
-from gpumem_otel.yielding.engine.operation_waiter import Caller
-from gpumem_otel.yielding.engine.operations import Board, Docket
+from gpumem_otel.yielding.engine.operation_waiter import OperationWaiter
+from gpumem_otel.yielding.engine.operations import CurrentOperation, StatusTracker
 from gpumem_otel.yielding.engine.phases import Phases, Urgency
 from gpumem_otel.yielding.engine.reports import dry_report, restore_report, yield_report
+from gpumem_otel.yielding.signal_safe import start_thread
 from gpumem_otel.yielding.values import (
     Operation,
     OperationState,
@@ -59,7 +60,7 @@ class YieldEngine:
 
     Args:
         parts: what moves memory.
-        counters: see `Board`.
+        counters: see `StatusTracker`.
         environ: of the process, for what may end a job that stands still.
 
     Attributes:
@@ -72,10 +73,10 @@ class YieldEngine:
         self._parts = parts
         self._environ = environ
         self._clock = parts.clock
-        self._board = Board(parts.clock, counters)
-        self._docket = Docket(self._board)
-        self._caller = Caller(self._now, parts.safe_points, self._board)
-        self.phases = Phases(parts, self._board)
+        self._tracker = StatusTracker(parts.clock, counters)
+        self._current = CurrentOperation(self._tracker)
+        self._waiter = OperationWaiter(self._now, parts.safe_points, self._tracker)
+        self.phases = Phases(parts, self._tracker)
         self.phases.on_interrupt = self._interrupted
         if parts.checkpoint is not None:
             parts.checkpoint.on_restored = self._driver_restored
@@ -89,23 +90,23 @@ class YieldEngine:
 
     def watch(self, on_phase: PhaseEnded, on_operation: Callable[[Operation, int], object]) -> None:
         """Have each phase and each operation told when it has ended (time in ns since 1970)."""
-        self._board.on_phase.append(on_phase)
-        self._board.on_operation.append(on_operation)
+        self._tracker.on_phase.append(on_phase)
+        self._tracker.on_operation.append(on_operation)
 
     # what can be asked
 
     @property
     def status(self) -> YieldStatus:
         """The status now."""
-        return self._board.status
+        return self._tracker.status
 
     def operation(self, operation_id: str) -> Operation | None:
         """See `YieldControl`."""
-        return self._board.operation(operation_id)
+        return self._tracker.operation(operation_id)
 
     def wait(self, version: int, seconds: float) -> YieldStatus:
         """See `YieldControl`."""
-        return self._board.wait(version, seconds)
+        return self._tracker.wait(version, seconds)
 
     # commands
 
@@ -135,7 +136,7 @@ class YieldEngine:
             BaseException: what a signal handler raised meanwhile: it is undone first, as far as the
                 device has room.
         """
-        return self._caller.waits_for(request, who, self._caller.stands_here())
+        return self._waiter.run_and_wait(request, who, self._waiter.safe_point_here())
 
     def restore(self, request: RestoreRequest | None = None, who: str = "job") -> YieldReport:
         """Take memory again; returns once it is there.
@@ -145,7 +146,7 @@ class YieldEngine:
             YieldFailedError: something is lost.
             BaseException: what a signal handler raised meanwhile: it is finished first.
         """
-        return self._caller.waits_for(request or RestoreRequest(), who)
+        return self._waiter.run_and_wait(request or RestoreRequest(), who)
 
     def close(self, seconds: float) -> None:
         """The process ends, or uninstalls: nothing may be left that keeps it from it.
@@ -170,10 +171,10 @@ class YieldEngine:
                 # the keeper goes on trying: what the interpreter frees at its end waits for the
                 # driver
                 checkpoint.close()
-        self._caller.close()
+        self._waiter.close()
         with self._lock:
             self._closed = True
-            if self._docket.running is None:
+            if self._current.running is None:
                 self._give_host_back()
 
     def after_fork_in_child(self) -> None:
@@ -202,7 +203,9 @@ class YieldEngine:
                 if known is not None and known.state is OperationState.RUNNING:
                     raise YieldRefusedError(f"{known.kind}: {known.id} does just that; wait for it")
                 if known is not None:
-                    return known.report or YieldReport(operation=known.id, state=self._board.state)
+                    return known.report or YieldReport(
+                        operation=known.id, state=self._tracker.state
+                    )
                 self._begin(operation_id, request, who, urgency)
             return self._run(operation_id, request, here=here)
 
@@ -214,7 +217,7 @@ class YieldEngine:
         try:
             yield
         finally:
-            if self._docket.runs(operation_id):
+            if self._current.runs(operation_id):
                 left = ""
                 if isinstance(request, YieldRequest):
                     self._lease.stop()
@@ -229,7 +232,7 @@ class YieldEngine:
         """The operation that a command repeats; None where it is another."""
         if self._pid != os.getpid():
             raise YieldRefusedError("yield: a forked child holds nothing of its parent's memory")
-        return self._docket.repeated(request)
+        return self._current.repeated(request)
 
     def _begin(
         self,
@@ -241,15 +244,17 @@ class YieldEngine:
         operation = Operation(
             id=operation_id, kind=kind_of(request), state=OperationState.RUNNING, who=who
         )
-        self._docket.begin(operation, request)
+        self._current.begin(operation, request)
         self.phases.urgency = urgency or Urgency()
-        self._board.put(operation)
+        self._tracker.put(operation)
         if isinstance(request, RestoreRequest):
-            self._board.enter(YieldState.RESTORING, f"asked by {who}")
+            self._tracker.enter(YieldState.RESTORING, f"asked by {who}")
         elif not request.dry_run:
             self._lease.stop()  # of whatever was yielded before
             self._evicted = False
-            self._board.enter(YieldState.YIELDING, f"asked by {who}", reason="", lease_expiry_ns=0)
+            self._tracker.enter(
+                YieldState.YIELDING, f"asked by {who}", reason="", lease_expiry_ns=0
+            )
         return operation
 
     def _run(
@@ -279,7 +284,7 @@ class YieldEngine:
             self.phases.release()
             self.phases.checkpoint()
             report = yield_report(operation_id, self.phases, self._parts, self._environ)
-            self._parts.safe_points.speaks(self.phases.parked)
+            self._parts.safe_points.set_owner(self.phases.parked)
             lease = request.lease_seconds
             expiry = 0 if lease is None else self._clock.time_ns() + round(lease * 1e9)
             if lease is not None:  # before it has ended: a restore that is quicker stops it
@@ -358,7 +363,7 @@ class YieldEngine:
         if state is YieldState.YIELDED:
             away = ", ".join(sorted({**offload.held_bytes, **offload.discarded_bytes}))
             phases.notes.append(f"still away: {away}")
-            self._docket.yielded = None  # a yield of all of it is not there any more
+            self._current.yielded = None  # a yield of all of it is not there any more
         else:
             self._lease.stop()
         report = restore_report(
@@ -382,7 +387,7 @@ class YieldEngine:
         """A restore that did not come to its end, and what to raise for it."""
         interrupt = self._finish()  # where everything is back all the same
         state = self.phases.where()
-        operation = self._board.operation(operation_id)
+        operation = self._tracker.operation(operation_id)
         who = "" if operation is None else operation.who
         if state is YieldState.RUNNING:
             self._lease.stop()
@@ -415,7 +420,7 @@ class YieldEngine:
 
         The state is that of the facts, whatever was intended.
         """
-        operation = self._board.operation(operation_id)
+        operation = self._tracker.operation(operation_id)
         offload = self._parts.offload
         ended: Operation | None = None
         with self._lock:
@@ -425,8 +430,8 @@ class YieldEngine:
             if state is YieldState.RUNNING:  # however it came to that
                 changes |= {"lease_expiry_ns": 0, "residual_bytes": MappingProxyType({})}
             if operation is not None:
-                self._docket.note(operation)
-                ended = self._board.end(
+                self._current.note(operation)
+                ended = self._tracker.end(
                     operation,
                     outcome,
                     state,
@@ -436,9 +441,9 @@ class YieldEngine:
                     **changes,
                 )
             self.phases.let_go()
-            self._docket.running = None  # last: what is interrupted before is done again
+            self._current.running = None  # last: what is interrupted before is done again
         if ended is not None:
-            self._board.tell(ended)
+            self._tracker.tell(ended)
 
     def _finish(self) -> BaseException | None:
         """Tell the callbacks; what interrupted that, for the operation comes to its end first."""
@@ -467,28 +472,28 @@ class YieldEngine:
             _log.info("the lease has ended: %s", error)
         except Exception as error:
             _log.warning("the lease has ended: %s", error)
-        return self._board.state in {YieldState.RUNNING, YieldState.FAILED}
+        return self._tracker.state in {YieldState.RUNNING, YieldState.FAILED}
 
     def _driver_restored(self, took: PhaseTime) -> None:  # noqa: ARG002 - as it is called
         """The helper that keeps the driver's lease gave the process back: the tensors follow."""
         self._lease.start(0.0)
 
     def _driver_waits(self, why: str) -> None:
-        self._board.update(reason=why)
+        self._tracker.update(reason=why)
         self._spawn(partial(self._evict, why))
 
     def _waits_for_room(self, why: str) -> None:
-        if self._board.state is YieldState.RESTORING:
-            self._board.update(reason=why)
+        if self._tracker.state is YieldState.RESTORING:
+            self._tracker.update(reason=why)
 
     def _interrupted(self) -> None:
         """On the stopped thread: a signal handler raised there, and waits for its memory."""
         self.phases.urgency.interrupt()
-        begin_aside(partial(_quietly, self._restore_for_interrupt), THREAD_NAME)
+        start_thread(partial(_quietly, self._restore_for_interrupt), THREAD_NAME)
 
     def _restore_for_interrupt(self) -> None:
-        while (status := self._board.status).state not in {YieldState.RUNNING, YieldState.FAILED}:
-            if self._docket.running is not None:
+        while (status := self._tracker.status).state not in {YieldState.RUNNING, YieldState.FAILED}:
+            if self._current.running is not None:
                 self.wait(status.version, 1.0)
                 continue
             try:

@@ -43,7 +43,7 @@ _MOST_OPERATIONS: Final = 100
 _PROGRESS_SECONDS: Final = 0.1
 
 
-class Board:
+class StatusTracker:
     """The status, its versions, and the last hundred operations.
 
     Args:
@@ -200,19 +200,19 @@ def _tell(told: Callable[[], object]) -> None:
         _log.debug("a listener failed", exc_info=True)
 
 
-class Docket:
+class CurrentOperation:
     """One operation at a time; its owner holds a lock from `repeated` to `begin`.
 
     Args:
-        board: has what became of operations.
+        tracker: has what became of operations.
 
     Attributes:
         running: id and request of the operation that runs, None where none does.
         yielded: of what is yielded, the request; None where a part of it is back.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, tracker: StatusTracker) -> None:
+        self._tracker = tracker
         self._last: dict[str, str] = {}
         self.running: tuple[str, YieldRequest | RestoreRequest] | None = None
         self.yielded: YieldRequest | None = None
@@ -240,7 +240,7 @@ class Docket:
         """
         if self.running is not None:
             return self._as_running(request, *self.running)
-        state = self._board.state
+        state = self._tracker.state
         if isinstance(request, RestoreRequest):
             return self._last_of("restore") if state is YieldState.RUNNING else None
         if state is YieldState.RUNNING:
@@ -250,7 +250,7 @@ class Docket:
             if not other:
                 return self._last_of("yield")
             raise YieldRefusedError(f"yield: memory is yielded already, {other}; restore first")
-        reason = self._board.status.reason
+        reason = self._tracker.status.reason
         if state is YieldState.YIELDED and self.yielded is None:
             reason = "a part of it is back already"
         raise YieldRefusedError(
@@ -263,17 +263,17 @@ class Docket:
         operation_id: str,
         running: YieldRequest | RestoreRequest,
     ) -> Operation | None:
-        operation = self._board.operation(operation_id)
+        operation = self._tracker.operation(operation_id)
         if _asks_same(running, request):
             return operation
         kind = operation.kind if operation is not None else "operation"
         raise YieldRefusedError(f"{kind_of(request)}: {kind} {operation_id} runs; wait for it")
 
     def _last_of(self, kind: str) -> Operation:
-        last = self._board.operation(self._last.get(kind, ""))
+        last = self._tracker.operation(self._last.get(kind, ""))
         if last is not None:
             return last
-        report = YieldReport(state=self._board.state, notes=("nothing was yielded",))
+        report = YieldReport(state=self._tracker.state, notes=("nothing was yielded",))
         return Operation(id="", kind=kind, state=OperationState.DONE, report=report)
 
 

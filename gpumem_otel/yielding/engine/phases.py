@@ -16,8 +16,8 @@ from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.yielding.copy.gc_control import uncollected
 from gpumem_otel.yielding.engine.driver_phases import DriverPhases
-from gpumem_otel.yielding.engine.plan import Plan, check_request, make_plan, probable_part
 from gpumem_otel.yielding.engine.safepoint import StopRequest
+from gpumem_otel.yielding.plan import Plan, check_request, make_plan, probable_part
 from gpumem_otel.yielding.values import RESIDUAL_CAUSES, Phase, PhaseTime, YieldLevel, YieldState
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.base.profile import DeviceStats
     from gpumem_otel.yielding.engine.dependencies import YieldDependencies
-    from gpumem_otel.yielding.engine.operations import Board
+    from gpumem_otel.yielding.engine.operations import StatusTracker
     from gpumem_otel.yielding.values import RestoreRequest, YieldRequest
 
 # What is left on the devices after a yield, by cause; the causes add up to what is used.
@@ -101,7 +101,7 @@ class Phases:
 
     Args:
         parts: what does the work.
-        board: told of phases and progress.
+        tracker: told of phases and progress.
 
     Attributes:
         plan: what the last `prepare` settled.
@@ -113,9 +113,9 @@ class Phases:
         on_interrupt: called on the stopped thread where a signal handler raised in it.
     """
 
-    def __init__(self, parts: YieldDependencies, board: Board) -> None:
+    def __init__(self, parts: YieldDependencies, tracker: StatusTracker) -> None:
         self._parts = parts
-        self._board = board
+        self._tracker = tracker
         self._driver = DriverPhases(parts)
         self._parked: StopRequest | None = None
         self._freed = False
@@ -204,7 +204,7 @@ class Phases:
         started = parts.clock.monotonic()
         seconds = request.deadline_seconds
         self._ends = None if seconds is None else started + seconds
-        with self._board.phase(Phase.PREPARE):
+        with self._tracker.phase(Phase.PREPARE):
             self._refuse_at_once(request, coordinated=coordinated)
             refusal = self._driver.refusal(request)
             if request.level is YieldLevel.PROCESS:
@@ -254,7 +254,7 @@ class Phases:
         if not request.dry_run:
             self._ask_callbacks()
         if self._parked.thread is not None:
-            parts.stillness.check(self._parked.thread)
+            parts.quiescence.check(self._parked.thread)
         why = parts.why_not_now()
         if why:
             raise YieldRefusedError(f"yield: {why}; try again")
@@ -316,12 +316,12 @@ class Phases:
         """
         plan = self._planned()
         offload = self._parts.offload
-        with self._board.phase(Phase.RELEASE):
+        with self._tracker.phase(Phase.RELEASE):
             started = self._parts.clock.monotonic()
             size = 0
             with self._driver.made_ready(wanted=plan.driver) as errors:
                 if plan.movables:
-                    size = offload.copy_out(self._board.progress, self._stop).size_bytes
+                    size = offload.copy_out(self._tracker.progress, self._stop).size_bytes
             if errors:
                 plan = self._without_driver(plan, errors[0])
             self._in_time("while it was copied to the host")
@@ -329,7 +329,7 @@ class Phases:
                 self._freed = not plan.driver  # nothing to free: it stands still all the same
                 return
             if self._parked is not None and self._parked.thread is not None:
-                self._parts.stillness.look(self._parked.thread)
+                self._parts.quiescence.look(self._parked.thread)
             try:
                 offload.free()
             except BaseException:  # an interrupt too: some of it may be gone
@@ -363,7 +363,7 @@ class Phases:
             self._parts.offload.discard(plan.request.discard)
 
     def _checkpoint(self, plan: Plan) -> None:
-        with self._board.phase(Phase.CHECKPOINT):
+        with self._tracker.phase(Phase.CHECKPOINT):
             if not plan.movables:
                 self._hold_account(plan)
             self._driver.close_gate()
@@ -401,7 +401,7 @@ class Phases:
         """
         self._ends, self.lost = None, ""
         if self._driver.state != "running":
-            with self._board.phase(Phase.RESTORE):
+            with self._tracker.phase(Phase.RESTORE):
                 took = self._driver.restore(request.wait_seconds)
             self.times += [took] if took is not None else []
         self._driver.open_gate()
@@ -417,10 +417,10 @@ class Phases:
         if not self._away():
             self._freed = False
             return
-        with self._board.phase(Phase.RELOAD):
+        with self._tracker.phase(Phase.RELOAD):
             self.times.append(
                 self._parts.offload.copy_back(
-                    request.classes, request.wait_seconds, self._board.progress, lambda: False
+                    request.classes, request.wait_seconds, self._tracker.progress, lambda: False
                 )
             )
         self._freed = self._away()
@@ -437,7 +437,7 @@ class Phases:
         plan = self.plan
         if plan is None or not plan.request.verify or not plan.movables or self._freed:
             return
-        with self._board.phase(Phase.VERIFY):
+        with self._tracker.phase(Phase.VERIFY):
             started = self._parts.clock.monotonic()
             try:
                 self.checksums = self._parts.offload.verify()
@@ -486,7 +486,7 @@ class Phases:
         self._undo(errors, driver.open_gate)
         if self._freed and driver.state == "running":
             back: Any = partial(
-                offload.copy_back, None, ROLLBACK_SECONDS, self._board.progress, lambda: False
+                offload.copy_back, None, ROLLBACK_SECONDS, self._tracker.progress, lambda: False
             )
             self._undo(errors, back)
             self._freed = self._away()

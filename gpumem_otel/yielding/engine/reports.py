@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _OFF = {"", "0", "false", "off", "no"}
 
 
-def dangers_of(
+def risks_of(
     environ: Mapping[str, str],
     *,
     now_ns: int,
@@ -123,7 +123,7 @@ def _of_plan(
         host_bytes=phases.host_bytes,
         disk_bytes=phases.disk_bytes,
         expected_seconds=expected_seconds,
-        dangers=dangers_of(
+        dangers=risks_of(
             environ,
             now_ns=parts.clock.time_ns(),
             world_size=parts.world_size(),
