@@ -90,10 +90,10 @@ def yield_memory(**options: Unpack[YieldOptions]) -> YieldReport:
     training thread stands still there until the memory is back.
 
     Raises:
-        YieldRefusedError: it can not be, and everything is as it was.
+        YieldRefusedError: it cannot be, and everything is as it was.
         YieldFailedError: it ended in another state, which the message names, or what was to be
             thrown away is gone though all else is as it was.
-        ConfigError: a keyword that can not be used.
+        ConfigError: a keyword that cannot be used.
     """
     request = _request(options)
     engine, bare = _engine()
@@ -112,7 +112,7 @@ def restore(classes: Collection[str] | None = None, *, wait_seconds: float = 60.
     Raises:
         YieldRefusedError: there is no room; it stays yielded, and can be restored later.
         YieldFailedError: something is lost.
-        ConfigError: a class or a number that can not be used.
+        ConfigError: a class or a number that cannot be used.
     """
     chosen = _names("restore", "classes", classes)
     request = RestoreRequest(classes=chosen, wait_seconds=wait_seconds)
@@ -169,7 +169,7 @@ class Courtesy:
         options: of each `yield_memory`.
 
     Raises:
-        ConfigError: a keyword that can not be used.
+        ConfigError: a keyword that cannot be used.
     """
 
     def __init__(self, **options: Unpack[YieldOptions]) -> None:
@@ -212,7 +212,7 @@ def yield_callbacks(
         timeout_seconds: what each of them may take.
 
     Raises:
-        ConfigError: one of them can not be called, or takes no such time.
+        ConfigError: one of them cannot be called, or takes no such time.
     """
     for name, call in (
         ("before_yield", before_yield),
@@ -220,7 +220,7 @@ def yield_callbacks(
         ("on_evict", on_evict),
     ):
         if call is not None and not callable(call):
-            raise ConfigError(f"{name}: {type(call).__name__!r} can not be called")
+            raise ConfigError(f"{name}: {type(call).__name__!r} cannot be called")
     fault = _CALLBACK_SECONDS.fault("timeout_seconds", timeout_seconds)
     if fault:
         raise ConfigError(f"yield_callbacks: {fault}")
@@ -235,7 +235,7 @@ def yield_on_stop_signal(**options: Unpack[YieldOptions]) -> Callable[[], None]:
     there was none, the process stops once the memory is away, or that was refused.
 
     Raises:
-        ConfigError: not on the main thread, or a keyword that can not be used.
+        ConfigError: not on the main thread, or a keyword that cannot be used.
     """
     options.setdefault("deadline_seconds", GRACE_SECONDS)
     options.setdefault("wait_seconds", GRACE_SECONDS)
@@ -397,7 +397,7 @@ def _at_fork(engine: YieldEngine) -> None:
     _STATE.engines.add(engine)
     if not _STATE.at_fork:
         _STATE.at_fork = True
-        # can not be taken back: forgets what is the parent's
+        # cannot be taken back: forgets what is the parent's
         os.register_at_fork(after_in_child=_after_fork_in_child)
 
 

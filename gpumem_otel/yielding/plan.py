@@ -1,4 +1,4 @@
-"""What a yield will do, settled before it begins."""
+"""What a yield will do, decided before it begins, and what it leaves on the devices."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import TYPE_CHECKING
 
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.yielding.validation import chooses, yield_fault
-from gpumem_otel.yielding.values import ScanResult, YieldLevel
+from gpumem_otel.yielding.values import RESIDUAL_CAUSES, ScanResult, YieldLevel
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping, Sequence
 
+    from gpumem_otel.base.profile import DeviceStats
     from gpumem_otel.yielding.values import Candidate, YieldRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What goes, and by which way.
+    """What goes, and how.
 
     Attributes:
-        movables: storages that are offloaded or discarded; () where the driver takes all.
+        movables: storages that are copied or discarded; () where the driver takes everything.
         kept: storages that could go and were not asked for.
         driver: the driver takes what is left.
     """
@@ -49,18 +50,18 @@ class Plan:
 
 
 def bytes_by_class(movables: Iterable[Candidate]) -> dict[str, int]:
-    """Sizes of storages summed by tensor class."""
-    sums: dict[str, int] = {}
-    for one in movables:
-        sums[one.tensor_class] = sums.get(one.tensor_class, 0) + one.size_bytes
-    return sums
+    """Total size of storages by tensor class."""
+    totals: dict[str, int] = {}
+    for storage in movables:
+        totals[storage.tensor_class] = totals.get(storage.tensor_class, 0) + storage.size_bytes
+    return totals
 
 
 def check_request(request: YieldRequest) -> None:
-    """What can be said without a look at the device.
+    """Check what needs no look at the device.
 
     Raises:
-        YieldRefusedError: a request that can not be meant.
+        YieldRefusedError: the request contradicts itself, or a field has no such value.
     """
     fault = yield_fault(request)
     if fault:
@@ -68,21 +69,21 @@ def check_request(request: YieldRequest) -> None:
 
 
 def probable_part(probable: Iterable[Candidate], request: YieldRequest) -> list[Candidate]:
-    """Of what will probably be found, that which would be copied."""
+    """The part of the probable candidates that would be copied."""
     return [one for one in _goes(probable, request) if one.tensor_class not in request.discard]
 
 
 def make_plan(request: YieldRequest, found: ScanResult, driver_refusal: str | None) -> Plan:
-    """Settle what goes.
+    """Decide what goes.
 
     Args:
         request: a checked one.
-        found: what there is.
-        driver_refusal: why the driver's checkpoint would not come back, "" where it would, None
-            where it was not asked.
+        found: the result of the scan.
+        driver_refusal: why the driver would not restore the process, "" where it would, None where
+            it was not asked.
 
     Raises:
-        YieldRefusedError: what was asked for can not be had here.
+        YieldRefusedError: what was asked for is not possible here.
     """
     devices = None if request.devices is None else set(request.devices)
     goes = _goes(found.movables, request)
@@ -116,7 +117,7 @@ def make_plan(request: YieldRequest, found: ScanResult, driver_refusal: str | No
         why = f" ({'; '.join(notes)})" if notes else ""
         raise YieldRefusedError(
             f"yield: nothing of what was chosen is there{why}: the job would only stand still; a "
-            "dry run without a choice says what there is"
+            "dry run without a choice lists what exists"
         )
     elif auto and driver_refusal:
         notes.append(f"tensors alone, the context stays: {driver_refusal}")
@@ -132,14 +133,14 @@ def make_plan(request: YieldRequest, found: ScanResult, driver_refusal: str | No
 
 
 def _level(driver: bool, *, alone: bool) -> YieldLevel:
-    """What was resolved: `auto` is tensors and driver together."""
+    """The level that is used: `auto` is tensors and driver together."""
     if not driver:
         return YieldLevel.TENSORS
     return YieldLevel.PROCESS if alone else YieldLevel.AUTO
 
 
 def _goes(movables: Iterable[Candidate], request: YieldRequest) -> list[Candidate]:
-    """Those that are asked for, kept on the host or not."""
+    """The storages that are asked for, copied or discarded."""
     devices = request.devices
     here = (one for one in movables if devices is None or one.device in devices)
     return [one for one in here if _is_chosen(one, request)]
@@ -156,5 +157,45 @@ def _and_driver(request: YieldRequest, refusal: str | None) -> str:
     if request.level is not YieldLevel.AUTO:
         return "; with level 'auto' the driver can take it, where all of the process may go"
     if refusal:
-        return f"; and the driver can not take it: {refusal}"
+        return f"; and the driver cannot take it: {refusal}"
     return "; and the driver takes all of a process only: leave devices, classes and keep out"
+
+
+def residual_of(plan: Plan, stats: Sequence[DeviceStats]) -> dict[str, int]:
+    """Bytes left on the chosen devices after a release, by cause; they add up to what is used.
+
+    `context` is what the process uses outside the allocator, by the driver's count. Where that is
+    not known it is part of `unknown`, as is what the allocator holds for no known reason, and what
+    the driver needs for itself.
+
+    Args:
+        plan: what was done.
+        stats: current; () where they cannot be read: then only the scan's result counts.
+    """
+    chosen = plan.request.devices
+    left = dict.fromkeys(RESIDUAL_CAUSES, 0)
+    for stay in plan.found.stays if plan.found is not None else ():
+        if chosen is None or stay.device in chosen:
+            left[stay.cause if stay.cause in left else "unknown"] += stay.size_bytes
+    for kept in plan.kept:
+        if chosen is None or kept.device in chosen:
+            left["kept"] += kept.block_bytes
+    used = 0
+    for device in stats:
+        if device.device_used_bytes is None or (chosen is not None and device.device not in chosen):
+            continue
+        used += device.device_used_bytes
+        ours = device.process_used_bytes
+        if ours is not None:
+            others = device.others_used_bytes
+            rest = max(device.device_used_bytes - ours, 0)
+            left["other_process"] += rest if others is None else min(others, rest)
+            left["context"] += max(ours - device.reserved_bytes, 0)
+    left["unknown"] += max(used - sum(left.values()), 0)
+    return {cause: size for cause, size in left.items() if size}
+
+
+def foreign_bytes(residual: Mapping[str, int]) -> dict[str, int]:
+    """What is left once the driver took all of this process: the memory of other processes."""
+    size = residual.get("other_process", 0)
+    return {"other_process": size} if size else {}

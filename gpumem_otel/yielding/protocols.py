@@ -139,7 +139,7 @@ class Checkpointing(Protocol):
     Attributes:
         state: `running`, `locked`, `checkpointed` or `failed`.
         on_restored: called where a lease has brought the driver's part back by itself.
-        on_waiting: called where a lease is over and it can not come back yet; says why.
+        on_waiting: called where a lease is over and it cannot come back yet; says why.
     """
 
     state: str
@@ -150,7 +150,7 @@ class Checkpointing(Protocol):
         """Make ready what does the work; may run beside copies.
 
         Raises:
-            YieldRefusedError: it can not.
+            YieldRefusedError: it cannot.
         """
         ...
 
@@ -192,7 +192,7 @@ class YieldControl(Protocol):
         A command that repeats the one that runs, or the state that is there, gives that operation.
 
         Raises:
-            YieldRefusedError: another operation runs, or it can not be begun at all.
+            YieldRefusedError: another operation runs, or it cannot be begun at all.
         """
         ...
 

@@ -122,7 +122,7 @@ def _look_into(run_dir: str) -> None:
     """Whether the socket could lie there; a folder that is not there is made by the job.
 
     Raises:
-        ServeError: it can not.
+        ServeError: it cannot.
     """
     try:
         with suppress(FileNotFoundError), files.opened(run_dir, "run directory", ServeError):
@@ -157,7 +157,7 @@ class ControlListener:
             there; "" where that is not so.
 
     Raises:
-        ServeError: something that would open a door to strangers, or can not be used, and there
+        ServeError: something that would open a door to strangers, or cannot be used, and there
             is no socket either.
     """
 
@@ -223,7 +223,7 @@ class ControlListener:
         """Start the threads; returns before anything is bound.
 
         Raises:
-            ServeError: uvicorn or starlette can not be imported, or no thread be started.
+            ServeError: uvicorn or starlette cannot be imported, or no thread be started.
         """
         if self._local is not None:
             self._local.start()
@@ -277,7 +277,7 @@ def _over_tcp(
     """The port, None where no host is named: what is set for it is looked at all the same.
 
     Raises:
-        ServeError: something that would open a door to strangers, or can not be used.
+        ServeError: something that would open a door to strangers, or cannot be used.
     """
     gatekeeper = Gatekeeper(config)
     if not config.host:

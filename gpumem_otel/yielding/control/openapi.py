@@ -36,7 +36,7 @@ _REFUSALS: Final = {
     413: "The body is too long.",
     415: "The body is not JSON.",
     421: "The Host header names another machine.",
-    422: "A field can not be used, or the Idempotency-Key came with another command.",
+    422: "A field cannot be used, or the Idempotency-Key came with another command.",
     429: "Too many commands of this sender; Retry-After says when.",
     500: "The command ended in a state that it should not have; the detail says which.",
     503: "Too many requests or connections at once, Retry-After says when; or the listener stops.",

@@ -72,7 +72,7 @@ def parse_tokens(data: bytes) -> tuple[tuple[bytes, Principal], ...]:
     """The tokens of a file, see the module.
 
     Raises:
-        ValueError: a line that can not be used, by its number; or there is no token.
+        ValueError: a line that cannot be used, by its number; or there is no token.
     """
     try:
         text = data.decode("ascii")
@@ -137,7 +137,7 @@ class Gatekeeper:
     A token file that vanishes or breaks later never opens the door: the last tokens stay valid.
 
     Raises:
-        ServeError: a token, a token file or a list of roles that can not be used.
+        ServeError: a token, a token file or a list of roles that cannot be used.
     """
 
     def __init__(self, config: ControlConfig) -> None:

@@ -1,11 +1,11 @@
-"""Gives the memory of this process's GPUs back on command, and takes it again.
+"""Runs yields and restores of this process's GPU memory, one at a time.
 
     RUNNING -> YIELDING -> YIELDED -> RESTORING -> RUNNING
 
-One operation at a time; a command that repeats what runs, or asks for the state that is there, is
-given that operation. A yield that can not be finished is undone whole. A restore that finds the
-device taken leaves everything where it is, says so, and is tried again by the lease. FAILED is only
-where something is lost: the job then stays where it is, for it would compute with wrong numbers.
+A command that repeats the running operation, or asks for the current state, gets that operation. A
+yield that cannot be finished is undone completely. A restore that finds no room on the device
+changes nothing, reports that, and the lease tries again. In FAILED something is lost: the job stays
+stopped, since it would compute with wrong numbers.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 _log = named_logger("gpumem_otel.yield")
 
 LEASE_WAIT_SECONDS = 10.0
-"""How long a lease that ran out waits for device memory, each time that it tries."""
+"""How long a lease that has ended waits for device memory in each attempt."""
 
 _BY_THEMSELVES = frozenset({"SIGCONT", "signal"})
-"""Who asks for a restore and has nobody to ask again where the device is taken."""
+"""Sources of a restore that do not ask again where the device has no room."""
 
 
 class YieldEngine:
@@ -64,7 +64,7 @@ class YieldEngine:
         environ: of the process, for what may end a job that stands still.
 
     Attributes:
-        phases: one by one, for a coordinator; not to be mixed with the calls here.
+        phases: for a coordinator that runs them one by one; do not mix with the calls here.
     """
 
     def __init__(
@@ -89,15 +89,15 @@ class YieldEngine:
         self._pid = os.getpid()
 
     def watch(self, on_phase: PhaseEnded, on_operation: Callable[[Operation, int], object]) -> None:
-        """Have each phase and each operation told when it has ended (time in ns since 1970)."""
+        """Call these for each phase and operation that has ended; times in ns since 1970."""
         self._tracker.on_phase.append(on_phase)
         self._tracker.on_operation.append(on_operation)
 
-    # what can be asked
+    # status
 
     @property
     def status(self) -> YieldStatus:
-        """The status now."""
+        """The current status."""
         return self._tracker.status
 
     def operation(self, operation_id: str) -> Operation | None:
@@ -119,42 +119,41 @@ class YieldEngine:
             operation = self._begin(uuid.uuid4().hex, request, who)
         try:
             self._spawn(partial(self._run, operation.id, request))
-        except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
+        except RuntimeError as error:  # no thread can be started: the interpreter may be ending
             self._end(operation.id, OperationState.REFUSED, error=str(error))
             raise YieldRefusedError(f"{operation.kind}: {error}; nothing was moved") from error
         return operation
 
     def yield_(self, request: YieldRequest, who: str = "job") -> YieldReport:
-        """Give memory back; returns once it is.
+        """Give memory back, and return once it is free.
 
-        Called by the job's own thread (as long as none has reached a safe point, the main thread)
-        this is the safe point itself. By another, it waits for one.
+        On the job's own thread (the main thread as long as none has reached a safe point) this call
+        is the safe point. On another thread it waits for one.
 
         Raises:
-            YieldRefusedError: it can not be, and everything is as it was.
+            YieldRefusedError: it cannot be done, and everything is as before.
             YieldFailedError: it ended in another state, which the message names.
-            BaseException: what a signal handler raised meanwhile: it is undone first, as far as the
-                device has room.
+            BaseException: what a signal handler raised meanwhile; the yield was undone first, as
+                far as the device has room.
         """
         return self._waiter.run_and_wait(request, who, self._waiter.safe_point_here())
 
     def restore(self, request: RestoreRequest | None = None, who: str = "job") -> YieldReport:
-        """Take memory again; returns once it is there.
+        """Take memory again, and return once it is there.
 
         Raises:
-            YieldRefusedError: not now; it stays as it is.
+            YieldRefusedError: not now; everything stays as it is.
             YieldFailedError: something is lost.
-            BaseException: what a signal handler raised meanwhile: it is finished first.
+            BaseException: what a signal handler raised meanwhile; the restore was finished first.
         """
         return self._waiter.run_and_wait(request or RestoreRequest(), who)
 
     def close(self, seconds: float) -> None:
-        """The process ends, or uninstalls: nothing may be left that keeps it from it.
+        """The process ends, or uninstalls: leave nothing that keeps it from ending. Never raises.
 
-        What the driver holds is taken again in any case, since the process could not even end.
-        Tensors come back where a thread stands still for them; what the job's own thread gave back
-        by a call of its own stays away until it, or the lease, brings it back. Host memory is given
-        back once nothing is away. Never raises.
+        What the driver holds is restored in any case: the process could not end otherwise. Tensors
+        are restored where a stopped thread waits for them; what the job's own thread yielded stays
+        away until that thread or the lease restores it. Host memory is freed once nothing is away.
         """
         if self._pid != os.getpid():
             return
@@ -168,8 +167,7 @@ class YieldEngine:
             except Exception as error:
                 _log.warning("at the end of the process: %s", error)
             if checkpoint is not None:
-                # the keeper goes on trying: what the interpreter frees at its end waits for the
-                # driver
+                # the helper goes on trying: the interpreter's end waits for the driver
                 checkpoint.close()
         self._waiter.close()
         with self._lock:
@@ -178,7 +176,7 @@ class YieldEngine:
                 self._give_host_back()
 
     def after_fork_in_child(self) -> None:
-        """A forked child holds nothing of its parent's memory; it must not speak to its keeper."""
+        """A forked child holds none of its parent's memory, and must not use its helper."""
         forget = getattr(self._parts.checkpoint, "forget_parent", None)
         if forget is not None:
             forget()
@@ -198,10 +196,10 @@ class YieldEngine:
         with self._ended_after(operation_id, request):
             with self._lock:
                 if unless is not None and unless.is_set():
-                    raise YieldRefusedError(f"{kind_of(request)}: asked by a lease that is over")
+                    raise YieldRefusedError(f"{kind_of(request)}: its lease is over")
                 known = self._same(request)
                 if known is not None and known.state is OperationState.RUNNING:
-                    raise YieldRefusedError(f"{known.kind}: {known.id} does just that; wait for it")
+                    raise YieldRefusedError(f"{known.kind}: {known.id} is running; wait for it")
                 if known is not None:
                     return known.report or YieldReport(
                         operation=known.id, state=self._tracker.state
@@ -213,7 +211,7 @@ class YieldEngine:
     def _ended_after(
         self, operation_id: str, request: YieldRequest | RestoreRequest
     ) -> Iterator[None]:
-        """Whatever is raised wherever: an operation never stays under way, nor the job parked."""
+        """Whatever is raised: the operation ends, and the job does not stay stopped."""
         try:
             yield
         finally:
@@ -229,7 +227,7 @@ class YieldEngine:
                 self.phases.let_interrupts_through()
 
     def _same(self, request: YieldRequest | RestoreRequest) -> Operation | None:
-        """The operation that a command repeats; None where it is another."""
+        """The operation that a command repeats; None where it is a new one."""
         if self._pid != os.getpid():
             raise YieldRefusedError("yield: a forked child holds nothing of its parent's memory")
         return self._current.repeated(request)
@@ -287,7 +285,7 @@ class YieldEngine:
             self._parts.safe_points.set_owner(self.phases.parked)
             lease = request.lease_seconds
             expiry = 0 if lease is None else self._clock.time_ns() + round(lease * 1e9)
-            if lease is not None:  # before it has ended: a restore that is quicker stops it
+            if lease is not None:  # before the operation ends: an early restore stops the lease
                 self._lease.start(lease)
         except BaseException as error:
             raised = self._undone(operation_id, error, began=began)
@@ -304,7 +302,7 @@ class YieldEngine:
         return report
 
     def _undone(self, operation_id: str, error: BaseException, *, began: bool) -> BaseException:
-        """Undo a yield, and what to raise for it."""
+        """Undo a yield; returns what to raise."""
         self._lease.stop()
         left = self.phases.rollback()
         state = self.phases.where()
@@ -330,7 +328,7 @@ class YieldEngine:
     def _undone_but_zeros(
         self, operation_id: str, error: BaseException, message: str
     ) -> BaseException:
-        """The job goes on, and not as before: it has to be told, whoever asked for the yield."""
+        """The job goes on with other contents: it is told, whoever asked for the yield."""
         message += " and are zeros now"
         self._end(operation_id, OperationState.FAILED, error=message, reason=message)
         self._evict(message)
@@ -349,7 +347,7 @@ class YieldEngine:
                 self._bring_back(request)
             except Exception:
                 raise
-            except BaseException as error:  # the job is interrupted: its unwinding needs memory
+            except BaseException as error:  # an interrupt: the job needs its memory to unwind
                 interrupt = error
                 self._bring_back(request)
         except BaseException as error:
@@ -363,7 +361,7 @@ class YieldEngine:
         if state is YieldState.YIELDED:
             away = ", ".join(sorted({**offload.held_bytes, **offload.discarded_bytes}))
             phases.notes.append(f"still away: {away}")
-            self._current.yielded = None  # a yield of all of it is not there any more
+            self._current.yielded = None  # only a part of it is still yielded
         else:
             self._lease.stop()
         report = restore_report(
@@ -384,8 +382,8 @@ class YieldEngine:
         self.phases.verify()
 
     def _not_restored(self, operation_id: str, error: BaseException) -> BaseException:
-        """A restore that did not come to its end, and what to raise for it."""
-        interrupt = self._finish()  # where everything is back all the same
+        """A restore failed; returns what to raise."""
+        interrupt = self._finish()  # does something where everything is back all the same
         state = self.phases.where()
         operation = self._tracker.operation(operation_id)
         who = "" if operation is None else operation.who
@@ -416,9 +414,9 @@ class YieldEngine:
         error: str = "",
         **changes: object,
     ) -> None:
-        """Nothing runs any more: say it in one change, then let the job's thread go where it may.
+        """End the operation in one change of the status, then let the job's thread go if possible.
 
-        The state is that of the facts, whatever was intended.
+        The state follows from what the host and the driver hold.
         """
         operation = self._tracker.operation(operation_id)
         offload = self._parts.offload
@@ -427,10 +425,10 @@ class YieldEngine:
             if self._closed:
                 self._give_host_back()
             state = self.phases.where()
-            if state is YieldState.RUNNING:  # however it came to that
+            if state is YieldState.RUNNING:
                 changes |= {"lease_expiry_ns": 0, "residual_bytes": MappingProxyType({})}
             if operation is not None:
-                self._current.note(operation)
+                self._current.remember(operation)
                 ended = self._tracker.end(
                     operation,
                     outcome,
@@ -441,12 +439,12 @@ class YieldEngine:
                     **changes,
                 )
             self.phases.let_go()
-            self._current.running = None  # last: what is interrupted before is done again
+            self._current.running = None  # last: after an interrupt before this, it is done again
         if ended is not None:
-            self._tracker.tell(ended)
+            self._tracker.notify(ended)
 
     def _finish(self) -> BaseException | None:
-        """Tell the callbacks; what interrupted that, for the operation comes to its end first."""
+        """Call `after_restore`; returns what interrupted that, since the operation ends first."""
         try:
             self.phases.finish()
         except BaseException as error:
@@ -461,10 +459,10 @@ class YieldEngine:
         except Exception:
             _log.warning("host memory could not be given back", exc_info=True)
 
-    # by itself
+    # without a command
 
     def _lease_ended(self, stopped: threading.Event) -> bool:
-        """Whether nothing more is to be done."""
+        """Restore; whether nothing more is to be done."""
         request = RestoreRequest(wait_seconds=LEASE_WAIT_SECONDS)
         try:
             self._now(request, "lease", unless=stopped)
@@ -475,7 +473,7 @@ class YieldEngine:
         return self._tracker.state in {YieldState.RUNNING, YieldState.FAILED}
 
     def _driver_restored(self, took: PhaseTime) -> None:  # noqa: ARG002 - as it is called
-        """The helper that keeps the driver's lease gave the process back: the tensors follow."""
+        """The helper restored the driver's part when the lease ended: the tensors follow."""
         self._lease.start(0.0)
 
     def _driver_waits(self, why: str) -> None:
@@ -487,7 +485,7 @@ class YieldEngine:
             self._tracker.update(reason=why)
 
     def _interrupted(self) -> None:
-        """On the stopped thread: a signal handler raised there, and waits for its memory."""
+        """On the stopped thread: a signal handler raised there, and the memory is needed."""
         self.phases.urgency.interrupt()
         start_thread(partial(_quietly, self._restore_for_interrupt), THREAD_NAME)
 
@@ -505,7 +503,7 @@ class YieldEngine:
                     return  # the lease goes on
 
     def _evict(self, reason: str) -> None:
-        """Tell the job, once for each yield, that its memory is not back when it should be."""
+        """Call `on_evict`, once for each yield: the memory is not back when it should be."""
         if not self._evicted:
             self._evicted = True
             self._parts.callbacks.evict(reason)
@@ -519,5 +517,5 @@ class YieldEngine:
 def _quietly(action: Callable[[], object]) -> None:
     try:
         action()
-    except Exception as error:  # told by its operation
+    except Exception as error:  # its operation reports it
         _log.debug("%s", error)

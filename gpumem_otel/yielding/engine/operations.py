@@ -1,4 +1,4 @@
-"""What was asked of the engine: which operation runs, and which one a command repeats."""
+"""The status of yields, the operations, which one runs, and which one a command repeats."""
 
 from __future__ import annotations
 
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from gpumem_otel.base.protocols import Clock
     from gpumem_otel.yielding.request_fields import RequestField
 
-# Where a process stands between yield and restore, for whoever asks; no torch, no CUDA.
-
 PhaseEnded: TypeAlias = "Callable[[Operation | None, Phase, int, int, str], object]"
 """(operation, phase, began, ended, failure): nanoseconds since 1970, "" where it did not fail."""
 
@@ -44,7 +42,7 @@ _PROGRESS_SECONDS: Final = 0.1
 
 
 class StatusTracker:
-    """The status, its versions, and the last hundred operations.
+    """The status, its versions, and the last hundred operations; without torch or CUDA.
 
     Args:
         clock: time.
@@ -52,9 +50,9 @@ class StatusTracker:
             `yield_operations` by kind and outcome.
 
     Attributes:
-        on_phase: told of each phase, once its operation has ended where it is one of an operation:
-            the job may stand still until then.
-        on_operation: told of each operation when it has ended, and when that was.
+        on_phase: called for each phase when its operation has ended, since the job may stand still
+            until then.
+        on_operation: called for each operation when it has ended, with the time of that.
     """
 
     def __init__(self, clock: Clock, counters: Counters) -> None:
@@ -62,19 +60,19 @@ class StatusTracker:
         self._counters = counters
         self._changed = threading.Condition()
         self._operations: OrderedDict[str, Operation] = OrderedDict()
-        self._told = float("-inf")
-        self._untold: list[Callable[[], object]] = []
+        self._progress_at = float("-inf")
+        self._held_calls: list[Callable[[], object]] = []
         self.on_phase: list[PhaseEnded] = []
         self.on_operation: list[Callable[[Operation, int], object]] = []
         self.status = YieldStatus(since_ns=clock.time_ns())
 
     @property
     def state(self) -> YieldState:
-        """The state now."""
+        """The current state."""
         return self.status.state
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the status; whoever waits hears of it."""
+        """Change fields of the status, and wake all who wait for a change."""
         with self._changed:
             self.status = replace(self.status, version=self.status.version + 1, **changes)
             self._changed.notify_all()
@@ -98,7 +96,7 @@ class StatusTracker:
     # operations
 
     def put(self, operation: Operation) -> None:
-        """Note what became of an operation."""
+        """Store an operation as it is now."""
         with self._changed:
             self._operations[operation.id] = operation
             while len(self._operations) > _MOST_OPERATIONS:
@@ -120,10 +118,10 @@ class StatusTracker:
         report: YieldReport | None,
         **changes: Any,
     ) -> Operation:
-        """An operation has ended and left this state: one change for whoever watches.
+        """An operation has ended and left this state, in one change of the status.
 
         Returns:
-            What became of it, for `tell`.
+            The operation, for `notify`.
         """
         operation = replace(operation, state=outcome, phase=None, error=error, report=report)
         self._counters.add("yield_operations", kind=operation.kind, outcome=outcome.value)
@@ -132,7 +130,7 @@ class StatusTracker:
             "%s %s asked by %s: %s%s",
             operation.kind,
             operation.id,
-            operation.who or "nobody",
+            operation.who or "unknown",
             outcome.value,
             f": {error}" if error else "",
         )
@@ -141,26 +139,26 @@ class StatusTracker:
         self.enter(state, error, operation=operation, **changes)
         return operation
 
-    def tell(self, ended: Operation) -> None:
-        """Whoever listens may take long: nobody is to wait for it, nor a lock to be held."""
-        untold, self._untold = self._untold, []
-        for phase in untold:
-            _tell(phase)
-        for told in self.on_operation:
-            _tell(partial(told, ended, self._clock.time_ns()))
+    def notify(self, ended: Operation) -> None:
+        """Call the listeners, which may take long: hold no lock, and nothing waits for it."""
+        calls, self._held_calls = self._held_calls, []
+        now_ns = self._clock.time_ns()
+        calls += [partial(listen, ended, now_ns) for listen in self.on_operation]
+        for call in calls:
+            _call(call)
 
     def progress(self, done: int, total: int) -> None:
-        """Of the running operation; told ten times a second at most, and the last of it."""
+        """Show the progress of the running operation: ten times a second at most, and its end."""
         operation = self.status.operation
         now = self._clock.monotonic()
-        if operation is None or (now - self._told < _PROGRESS_SECONDS and done < total):
+        if operation is None or (now - self._progress_at < _PROGRESS_SECONDS and done < total):
             return
-        self._told = now
+        self._progress_at = now
         self.put(replace(operation, done_bytes=done, total_bytes=total))
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Time a phase, whatever becomes of it."""
+        """Time a phase, also one that fails."""
         started, began_ns = self._clock.monotonic(), self._clock.time_ns()
         failure = ""
         operation = self.status.operation
@@ -181,34 +179,34 @@ class StatusTracker:
             self.update(phase_seconds=MappingProxyType(spent))
             _log.debug("phase %s took %.3f s", phase.value, seconds)
             ended_ns = began_ns + round(seconds * 1e9)
-            tells = [
-                partial(told, operation, phase, began_ns, ended_ns, failure)
-                for told in self.on_phase
+            calls = [
+                partial(listen, operation, phase, began_ns, ended_ns, failure)
+                for listen in self.on_phase
             ]
             if runs:
-                self._untold += tells
+                self._held_calls += calls
             else:  # of a coordinator: no operation ends later
-                for told in tells:
-                    _tell(told)
+                for call in calls:
+                    _call(call)
 
 
-def _tell(told: Callable[[], object]) -> None:
-    """Whoever listens must not change what becomes of an operation."""
+def _call(call: Callable[[], object]) -> None:
+    """A listener must not change how an operation ends."""
     try:
-        told()
+        call()
     except Exception:
         _log.debug("a listener failed", exc_info=True)
 
 
 class CurrentOperation:
-    """One operation at a time; its owner holds a lock from `repeated` to `begin`.
+    """The operation that runs; its owner holds a lock from `repeated` to `begin`.
 
     Args:
-        tracker: has what became of operations.
+        tracker: knows the operations.
 
     Attributes:
-        running: id and request of the operation that runs, None where none does.
-        yielded: of what is yielded, the request; None where a part of it is back.
+        running: id and request of the operation, None where none runs.
+        yielded: the request for what is yielded now; None where a part of it is back.
     """
 
     def __init__(self, tracker: StatusTracker) -> None:
@@ -223,12 +221,12 @@ class CurrentOperation:
         return running is not None and running[0] == operation_id
 
     def begin(self, operation: Operation, request: YieldRequest | RestoreRequest) -> None:
-        """From now on it runs."""
+        """It runs from now on."""
         self.running = (operation.id, request)
         if isinstance(request, YieldRequest):
             self.yielded = request
 
-    def note(self, operation: Operation) -> None:
+    def remember(self, operation: Operation) -> None:
         """It is the last one of its kind."""
         self._last[operation.kind] = operation.id
 
@@ -236,7 +234,7 @@ class CurrentOperation:
         """The operation that a command repeats; None where it is another, and can be begun.
 
         Raises:
-            YieldRefusedError: it can not be begun now.
+            YieldRefusedError: it cannot begin now.
         """
         if self.running is not None:
             return self._as_running(request, *self.running)
@@ -278,12 +276,12 @@ class CurrentOperation:
 
 
 def _asks_same(had: YieldRequest | RestoreRequest, asked: YieldRequest | RestoreRequest) -> bool:
-    """Whether the second of two requests is met where the first one is."""
+    """Whether an operation for the first request also answers the second."""
     return type(had) is type(asked) and not _other_than(had, asked)
 
 
 def _other_than(had: YieldRequest | RestoreRequest, asked: YieldRequest | RestoreRequest) -> str:
-    """What the second asks for and the first does not bring, "" for nothing."""
+    """In what the first request does not answer the second, "" where it does."""
     for name, field in fields_of(type(asked)).items():
         before, now = getattr(had, name), getattr(asked, name)
         left_out = field.repeat is Repeat.LEFT_OUT and now == field.default

@@ -61,7 +61,7 @@ class World:
         """It was asked for, and has led to this state."""
         operation = self.begin(request)
         self.current.running = None
-        self.current.note(operation)
+        self.current.remember(operation)
         self.tracker.enter(state)
         return operation
 

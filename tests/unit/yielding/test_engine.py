@@ -146,7 +146,7 @@ def test_one_operation_at_a_time():
         assert world.engine.submit(TENSORS, "b").id == operation.id
         with pytest.raises(YieldRefusedError, match=f"restore: yield {operation.id} runs"):
             world.engine.submit(RestoreRequest(), "b")
-        with pytest.raises(YieldRefusedError, match="does just that"):
+        with pytest.raises(YieldRefusedError, match="is running; wait for it"):
             world.engine.yield_(TENSORS)
         go.set()
         assert ended(world, operation.id).state is OperationState.DONE

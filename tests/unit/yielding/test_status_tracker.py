@@ -52,7 +52,7 @@ def test_a_phase_is_shown_while_it_runs_and_told_when_its_operation_has_ended(to
     ended = tracker.end(
         operation, OperationState.DONE, YieldState.YIELDED, error="", report=None
     )  # fmt: skip
-    tracker.tell(ended)
+    tracker.notify(ended)
     ((whose, phase, began, over, failure),) = heard
     assert (whose.id, phase, over - began, failure) == ("op-1", Phase.RELEASE, 0, "")
 
