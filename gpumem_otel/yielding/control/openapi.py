@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the control API, made of the rules that requests are checked by."""
+"""The OpenAPI 3.1 document of the control API, made from the dataclasses and their checks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _REFUSALS: Final = {
 }
 
 _ALWAYS: Final = (400, 401, 403, 405, 411, 413, 421, 503)
-"""What the door says, whatever is asked."""
+"""Every request may get these."""
 
 
 def _header(meaning: str, kind: str = "string", *, always: bool = True) -> dict[str, Any]:
