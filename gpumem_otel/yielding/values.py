@@ -1,8 +1,8 @@
-"""What a yield and a restore are asked for, and what they report. Plain values, no behaviour.
+"""Requests and reports of yields and restores: plain values.
 
-A job gives its GPU memory back in phases that a coordinator of many ranks can drive one by one:
+A job gives its GPU memory back in phases, which a coordinator of many ranks can run one by one:
 
-    prepare     stop at a safe point, look, ask every callback, reserve host memory: can be undone
+    prepare     stop at a safe point, scan, call `before_yield`, reserve host memory
     release     copy to the host, then free on the device
     checkpoint  the driver takes the rest, the context included
     restore     the driver gives it back
@@ -33,16 +33,14 @@ from gpumem_otel.yielding.request_fields import (
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# A report of a yield or restore for people.
-
 
 def report_lines(report: YieldReport) -> list[str]:
-    """What moved, what is left and why, and how long each phase took; a line each."""
+    """A report for people: what moved, what is left and why, how long each phase took."""
     lines = [f"state {report.state.value}, level {report.level.value}"]
-    lines += _sums("moved", report.moved_bytes)
-    lines += _sums("discarded", report.discarded_bytes)
-    lines += _sums("left on the devices", report.residual_bytes)
-    lines += [_phase(one) for one in report.phases]
+    lines += _total("moved", report.moved_bytes)
+    lines += _total("discarded", report.discarded_bytes)
+    lines += _total("left on the devices", report.residual_bytes)
+    lines += [_phase_line(phase) for phase in report.phases]
     if report.host_bytes or report.disk_bytes:
         disk = f", {human_bytes(report.disk_bytes)} on disk" if report.disk_bytes else ""
         dry = report.state.value == "running" and not report.operation
@@ -57,23 +55,23 @@ def report_lines(report: YieldReport) -> list[str]:
     return lines
 
 
-def _sums(what: str, sizes: Mapping[str, int]) -> list[str]:
+def _total(label: str, sizes: Mapping[str, int]) -> list[str]:
     if not sizes:
         return []
-    return [f"{what}: {human_bytes(sum(sizes.values()))} ({by_size(sizes)})"]
+    return [f"{label}: {human_bytes(sum(sizes.values()))} ({by_size(sizes)})"]
 
 
-def _phase(one: PhaseTime) -> str:
+def _phase_line(took: PhaseTime) -> str:
     speed = ""
-    if one.bytes_per_second:
-        per_second = human_bytes(round(one.bytes_per_second))
-        speed = f", {human_bytes(one.size_bytes)} at {per_second}/s"
-    return f"{one.phase.value}: {one.seconds:.3f} s{speed}"
+    if took.bytes_per_second:
+        per_second = human_bytes(round(took.bytes_per_second))
+        speed = f", {human_bytes(took.size_bytes)} at {per_second}/s"
+    return f"{took.phase.value}: {took.seconds:.3f} s{speed}"
 
 
 DISCARDABLE = ("optimizer_state", "parameter", "buffer", "kv_cache")
-"""Tensor classes whose contents a request may throw away: all but the optimizer's state are
-overwritten by whoever asks for it."""
+"""Tensor classes whose contents a request may throw away. Except for the optimizer's state, the job
+must overwrite them before it uses them."""
 
 _CLASSES = tuple(member.value for member in TensorClass)
 
@@ -92,7 +90,7 @@ RESIDUAL_CAUSES = (
 
 
 class YieldState(str, Enum):
-    """Where a process stands; FAILED only where something is really lost."""
+    """The state of a process; FAILED only where something is lost."""
 
     RUNNING = "running"
     YIELDING = "yielding"
@@ -102,7 +100,7 @@ class YieldState(str, Enum):
 
 
 class YieldLevel(str, Enum):
-    """How much goes."""
+    """How much memory is given back."""
 
     TENSORS = "tensors"
     """Storages that Python can reach; the context stays."""
@@ -113,7 +111,7 @@ class YieldLevel(str, Enum):
 
 
 class Phase(str, Enum):
-    """See the module."""
+    """A phase, see the module."""
 
     PREPARE = "prepare"
     RELEASE = "release"
@@ -264,15 +262,14 @@ class RestoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One storage that can go.
+    """One storage that can be moved.
 
     Attributes:
         storage: the `torch.UntypedStorage`.
-        size_bytes: of the storage.
         block_bytes: of the allocator's block.
-        stream: raw handle of the stream that the block belongs to; 0 is the default stream.
-        frames: who allocated it first, as torch recorded it, leaf first; () where nobody knows.
-        root: named root of memory without frames, "" where none is known.
+        stream: raw handle of the block's stream; 0 is the default stream.
+        frames: the allocation's stack as torch recorded it, leaf first; () where unknown.
+        root: named root of memory without frames, "" where unknown.
     """
 
     storage: Any
@@ -288,10 +285,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Unmovable:
-    """Bytes of a device that tensor offload leaves, and why.
+    """Bytes of a device that cannot be moved.
 
     Attributes:
-        cause: of `RESIDUAL_CAUSES`.
+        cause: one of `RESIDUAL_CAUSES`.
         why: one clause for people.
     """
 
@@ -303,10 +300,10 @@ class Unmovable:
 
 @dataclass(frozen=True, slots=True)
 class ScanResult:
-    """What was found on the devices of this process at a safe point.
+    """What a scan found on the devices of this process at a safe point.
 
     Attributes:
-        refusal: why no storage of a device may be moved (a captured graph lives there), by device.
+        refusal: why no storage of a device may be moved (a captured graph uses it), by device.
     """
 
     movables: tuple[Candidate, ...]
@@ -319,8 +316,7 @@ class PhaseTime:
     """How long a phase took and what it moved.
 
     Attributes:
-        moving_seconds: for how long that was on its way, where it began in the phase before; None:
-            in this phase alone.
+        moving_seconds: how long the copy took where it began in the phase before; None otherwise.
     """
 
     phase: Phase
@@ -330,29 +326,29 @@ class PhaseTime:
 
     @property
     def bytes_per_second(self) -> float:
-        """What was moved by the time that it took; 0.0 where nothing was, or in no time."""
+        """Bytes moved per second; 0.0 where nothing was moved or no time passed."""
         seconds = self.seconds if self.moving_seconds is None else self.moving_seconds
         return self.size_bytes / seconds if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldReport:
-    """What a yield or a restore did; of a dry run what it would do.
+    """What a yield or a restore did, or what a dry run would do.
 
     Attributes:
         operation: id of the operation, "" for a dry run.
         state: the state that remains.
-        level: what was used: `auto` resolved.
+        level: the one that was used, where `auto` was asked for.
         phases: in order.
-        moved_bytes: by tensor class, to the host or back from it.
+        moved_bytes: to the host or back, by tensor class.
         discarded_bytes: by tensor class.
         residual_bytes: left on the devices by cause, other processes included.
-        host_bytes: host memory held for yields of this process, pinned and pageable; also what is
+        host_bytes: host memory held for yields of this process, pinned and pageable, and memory
             kept pinned for the next one.
-        disk_bytes: likewise on disk.
+        disk_bytes: held on disk.
         expected_seconds: of a dry run, from the measured speed of the link.
         checksums: "equal" where asked for and compared, else "".
-        dangers: what may kill a parked job, one line each.
+        dangers: what may end a stopped job, one line each.
         notes: anything else that a person should know, one line each.
     """
 
@@ -375,7 +371,7 @@ class YieldReport:
 
 
 class OperationState(str, Enum):
-    """How far an operation is."""
+    """The progress or result of an operation."""
 
     RUNNING = "running"
     DONE = "done"
@@ -391,12 +387,12 @@ class Operation:
 
     Attributes:
         kind: `yield` or `restore`.
-        who: who asked for it, for the audit log.
-        phase: the phase it is in, None where it waits or has ended.
-        done_bytes: of `total_bytes` of the phase.
+        who: the sender of the command, for the audit log.
+        phase: the current phase, None where it waits or has ended.
+        done_bytes: of the phase's `total_bytes`.
         error: one line, "" where there is none.
-        already: of the answer to a command: the state that it asks for was there, so that nothing
-            was begun and nothing moved; all else is of the operation that led to it.
+        already: in the answer to a command: the state was there already, so that nothing was begun;
+            the other fields are of the operation that led to it.
     """
 
     id: str
@@ -413,17 +409,17 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldStatus:
-    """What can be asked at any moment, without torch or CUDA.
+    """The status, available at any moment without torch or CUDA.
 
     Attributes:
-        version: rises with every change, for whoever watches.
+        version: rises with every change.
         since_ns: when the state began, nanoseconds since 1970.
-        lease_expiry_ns: likewise when the lease ends; 0 where there is none.
-        moved_bytes: away from the devices now, in host memory or on disk.
+        lease_expiry_ns: when the lease ends, nanoseconds since 1970; 0 without a lease.
+        moved_bytes: now in host memory or on disk.
         residual_bytes: left on the devices by the last yield, by cause.
         phase_seconds: spent so far by phase, over the life of the process.
         operation: the running one, else the last one.
-        reason: why the state is FAILED, or why a lease could not be ended; else "".
+        reason: why the state is FAILED, or why a lease could not restore; else "".
     """
 
     version: int = 0
