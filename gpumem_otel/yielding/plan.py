@@ -31,21 +31,21 @@ class Plan:
     movables: tuple[Candidate, ...] = ()
     kept: tuple[Candidate, ...] = ()
     driver: bool = False
-    found: ScanResult | None = None
+    scan: ScanResult | None = None
     notes: tuple[str, ...] = ()
 
     @property
     def moved_bytes(self) -> dict[str, int]:
         """By class, without what is discarded."""
         return bytes_by_class(
-            one for one in self.movables if one.tensor_class not in self.request.discard
+            storage for storage in self.movables if storage.tensor_class not in self.request.discard
         )
 
     @property
     def discarded_bytes(self) -> dict[str, int]:
         """By class."""
         return bytes_by_class(
-            one for one in self.movables if one.tensor_class in self.request.discard
+            storage for storage in self.movables if storage.tensor_class in self.request.discard
         )
 
 
@@ -70,15 +70,19 @@ def check_request(request: YieldRequest) -> None:
 
 def probable_part(probable: Iterable[Candidate], request: YieldRequest) -> list[Candidate]:
     """The part of the probable candidates that would be copied."""
-    return [one for one in _goes(probable, request) if one.tensor_class not in request.discard]
+    return [
+        storage
+        for storage in _goes(probable, request)
+        if storage.tensor_class not in request.discard
+    ]
 
 
-def make_plan(request: YieldRequest, found: ScanResult, driver_refusal: str | None) -> Plan:
+def make_plan(request: YieldRequest, scan: ScanResult, driver_refusal: str | None) -> Plan:
     """Decide what goes.
 
     Args:
         request: a checked one.
-        found: the result of the scan.
+        scan: its result.
         driver_refusal: why the driver would not restore the process, "" where it would, None where
             it was not asked.
 
@@ -86,16 +90,16 @@ def make_plan(request: YieldRequest, found: ScanResult, driver_refusal: str | No
         YieldRefusedError: what was asked for is not possible here.
     """
     devices = None if request.devices is None else set(request.devices)
-    goes = _goes(found.movables, request)
-    chosen = {id(one) for one in goes}
-    kept = [one for one in found.movables if id(one) not in chosen]
+    goes = _goes(scan.movables, request)
+    chosen = {id(storage) for storage in goes}
+    kept = [storage for storage in scan.movables if id(storage) not in chosen]
     refusals = {
-        device: why for device, why in found.refusal.items() if devices is None or device in devices
+        device: why for device, why in scan.refusal.items() if devices is None or device in devices
     }
     auto = request.level is YieldLevel.AUTO
     driver = auto and driver_refusal == "" and not chooses(request, but_discard=True)
-    has_some = {one.device for one in found.movables} | {one.device for one in found.stays}
-    has_some |= set(found.refusal)
+    has_some = {storage.device for storage in scan.movables} | {stay.device for stay in scan.stays}
+    has_some |= set(scan.refusal)
     notes = [
         f"device {device}: nothing of this process is there"
         for device in sorted((devices or set()) - has_some)
@@ -127,7 +131,7 @@ def make_plan(request: YieldRequest, found: ScanResult, driver_refusal: str | No
         movables=tuple(goes),
         kept=tuple(kept),
         driver=driver,
-        found=found,
+        scan=scan,
         notes=tuple(notes),
     )
 
@@ -142,15 +146,15 @@ def _level(driver: bool, *, alone: bool) -> YieldLevel:
 def _goes(movables: Iterable[Candidate], request: YieldRequest) -> list[Candidate]:
     """The storages that are asked for, copied or discarded."""
     devices = request.devices
-    here = (one for one in movables if devices is None or one.device in devices)
-    return [one for one in here if _is_chosen(one, request)]
+    here = (storage for storage in movables if devices is None or storage.device in devices)
+    return [storage for storage in here if _is_chosen(storage, request)]
 
 
-def _is_chosen(one: Candidate, request: YieldRequest) -> bool:
-    if one.tensor_class in request.keep:
+def _is_chosen(storage: Candidate, request: YieldRequest) -> bool:
+    if storage.tensor_class in request.keep:
         return False
-    named = request.classes is None or one.tensor_class in request.classes
-    return named or one.tensor_class in request.discard
+    named = request.classes is None or storage.tensor_class in request.classes
+    return named or storage.tensor_class in request.discard
 
 
 def _and_driver(request: YieldRequest, refusal: str | None) -> str:
@@ -174,7 +178,7 @@ def residual_of(plan: Plan, stats: Sequence[DeviceStats]) -> dict[str, int]:
     """
     chosen = plan.request.devices
     left = dict.fromkeys(RESIDUAL_CAUSES, 0)
-    for stay in plan.found.stays if plan.found is not None else ():
+    for stay in plan.scan.stays if plan.scan is not None else ():
         if chosen is None or stay.device in chosen:
             left[stay.cause if stay.cause in left else "unknown"] += stay.size_bytes
     for kept in plan.kept:

@@ -226,8 +226,8 @@ class Phases:
             since = parts.clock.monotonic()
             parts.offload.begin(probable_part(parts.finder.probable(), request))
         with uncollected():
-            found = parts.finder.find(assume_private=request.assume_private)
-        plan = make_plan(request, found, refusal)
+            scan = parts.finder.find(assume_private=request.assume_private)
+        plan = make_plan(request, scan, refusal)
         expected = self.expected_seconds(plan)
         if expected is not None and expected > self.seconds_left():
             raise YieldRefusedError(
@@ -409,7 +409,7 @@ class Phases:
         if self.where() is not YieldState.RUNNING:
             return
         if self.plan is not None:  # it would keep storages alive that the job frees
-            self.plan = replace(self.plan, movables=(), kept=(), found=None)
+            self.plan = replace(self.plan, movables=(), kept=(), scan=None)
         self._driver.open_gate()
         if self._callbacks_asked:
             self._callbacks_asked = False

@@ -64,6 +64,23 @@ def test_no_line_of_an_operation_runs_on_the_main_thread(world):
     assert threading.main_thread() not in threads
 
 
+def test_the_jobs_signal_handlers_stay_in_place_while_it_waits(world, monkeypatch):
+    """`signal.signal` would undo what C code has set for a signal; Python cannot restore that."""
+    replaced, handlers = [], []
+
+    def all_handlers():
+        return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    world.offload.during_copy = lambda: handlers.append(all_handlers())
+    before = all_handlers()
+    monkeypatch.setattr(signal, "signal", lambda *call: replaced.append(call))
+    world.engine.yield_(TENSORS)
+    world.engine.restore()
+    assert handlers
+    assert all(during == before for during in handlers)
+    assert replaced == []
+
+
 def test_a_yield_that_is_interrupted_is_given_up_and_undone(world):
     def during_copy():
         interrupt()
