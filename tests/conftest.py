@@ -91,7 +91,7 @@ def no_residue():
     yield
     if "support.yield_parts" in sys.modules:
         for engine in list(sys.modules["support.yield_parts"].World.made):
-            engine._caller.close()
+            engine._waiter.close()
     ours: set[threading.Thread] = set()
     while fresh := set(filter(_not_inductors, threading.enumerate())) - threads - ours:
         for thread in fresh:

@@ -1,4 +1,4 @@
-"""Give the GPU's memory back, and take it again: the job's own calls, and the engine behind them.
+"""The job's own calls to give the GPU's memory back and to take it again.
 
     with gpumem_otel.yielded():
         run_something_else_on_the_gpu()
@@ -23,16 +23,11 @@ from gpumem_otel.errors import ConfigError, GpumemError, YieldRefusedError
 from gpumem_otel.settings.config import process_environ
 from gpumem_otel.yielding.callbacks import Callbacks
 from gpumem_otel.yielding.engine.safepoint import SafePoints
+from gpumem_otel.yielding.request_fields import DeviceNumbers, Names, Seconds, fields_of
 from gpumem_otel.yielding.scan.torch_state import not_between_steps
 from gpumem_otel.yielding.signals import GRACE_SECONDS, StopSignals
-from gpumem_otel.yielding.validation import restore_fault, seconds_fault, yield_fault
-from gpumem_otel.yielding.values import (
-    RestoreRequest,
-    Seconds,
-    YieldLevel,
-    YieldRequest,
-    YieldState,
-)
+from gpumem_otel.yielding.validation import restore_fault, yield_fault
+from gpumem_otel.yielding.values import RestoreRequest, YieldLevel, YieldRequest, YieldState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
@@ -44,13 +39,13 @@ if TYPE_CHECKING:
     from gpumem_otel.yielding.values import YieldReport
 
 EXIT_SECONDS = 5.0
-"""How long the end of a process waits for device memory that the driver needs to end it."""
+"""How long the end of a process waits for device memory that the driver needs for it."""
 
 _CALLBACK_SECONDS = Seconds(0.001, 86_400.0, "30")
 
 
 class YieldOptions(TypedDict, total=False):
-    """Keywords of `yield_memory`: the fields of `core.yields.YieldRequest`, the level as text."""
+    """Keywords of `yield_memory`: the fields of `values.YieldRequest`, with the level as text."""
 
     level: str
     devices: tuple[int, ...] | None
@@ -68,13 +63,13 @@ class YieldOptions(TypedDict, total=False):
 
 
 class _State:
-    """What this process has asked for."""
+    """Callbacks and engines of this process."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.callbacks = Callbacks()
         self.bare: YieldEngine | None = None
-        self.engine: YieldEngine | None = None  # the one that was used last
+        self.engine: YieldEngine | None = None  # the last one used
         self.engines: weakref.WeakSet[YieldEngine] = weakref.WeakSet()
         self.at_fork = False
 
@@ -88,17 +83,16 @@ _STATE = _State()
 def yield_memory(**options: Unpack[YieldOptions]) -> YieldReport:
     """Give the memory of this process's GPUs back, and return once it is free.
 
-    Called by the thread that trains (the one that reached the first safe point; before there was
-    one, the main thread), this is the safe point: no operation of that thread is under way. From
-    then on its tensors are empty until `restore()`; whoever uses them meanwhile gets an error of
-    torch, or wrong values. Called by another thread it waits for the next safe point, and the
-    training thread stands still there until the memory is back.
+    On the training thread (the one that reached the first safe point; the main thread before that)
+    the call itself is the safe point. Until `restore()` the tensors are empty: using them raises an
+    error of torch, or gives wrong values. On another thread the call waits for the next safe point,
+    and the training thread is stopped there until the memory is back.
 
     Raises:
-        YieldRefusedError: it can not be, and everything is as it was.
-        YieldFailedError: it ended in another state, which the message names, or what was to be
-            thrown away is gone though all else is as it was.
-        ConfigError: a keyword that can not be used.
+        YieldRefusedError: it cannot be done, and everything is as before.
+        YieldFailedError: it ended in another state, which the message names; or contents to discard
+            are lost and everything else is as before.
+        ConfigError: a keyword that cannot be used.
     """
     request = _request(options)
     engine, bare = _engine()
@@ -112,12 +106,12 @@ def restore(classes: Collection[str] | None = None, *, wait_seconds: float = 60.
 
     Args:
         classes: bring back only these tensor classes now, for instance `("parameter",)`.
-        wait_seconds: for room on the devices.
+        wait_seconds: how long to wait for room on the devices.
 
     Raises:
-        YieldRefusedError: there is no room; it stays yielded, and can be restored later.
+        YieldRefusedError: there is no room; the memory stays yielded and can be restored later.
         YieldFailedError: something is lost.
-        ConfigError: a class or a number that can not be used.
+        ConfigError: a class or a number that cannot be used.
     """
     chosen = _names("restore", "classes", classes)
     request = RestoreRequest(classes=chosen, wait_seconds=wait_seconds)
@@ -130,11 +124,11 @@ def restore(classes: Collection[str] | None = None, *, wait_seconds: float = 60.
 
 @contextmanager
 def yielded(**options: Unpack[YieldOptions]) -> Iterator[YieldReport]:
-    """The memory is away within, and back afterwards.
+    """Give the memory back within the block, and take it again afterwards.
 
     Raises:
-        YieldRefusedError: as `yield_memory` and `restore`.
-        YieldFailedError: likewise.
+        YieldRefusedError: see `yield_memory` and `restore`.
+        YieldFailedError: see `yield_memory` and `restore`.
     """
     away = not options.get("dry_run")
     with _restoring_once_more():
@@ -145,17 +139,17 @@ def yielded(**options: Unpack[YieldOptions]) -> Iterator[YieldReport]:
                 away = False
                 raise
             yield report
-        finally:  # an interrupt right after the yield is within, too
+        finally:  # also for an interrupt right after the yield
             if away:
                 restore()
 
 
 @contextmanager
 def _restoring_once_more() -> Iterator[None]:
-    """An interrupt may come before a restore has begun; after one another does nothing."""
+    """For an interrupt before a restore has begun; a second restore does nothing."""
     try:
         yield
-    except (GpumemError, GeneratorExit):  # the latter whenever one is collected that was left
+    except (GpumemError, GeneratorExit):  # the latter when an abandoned generator is collected
         raise
     except BaseException:
         with suppress(GpumemError):  # the interrupt is what is raised
@@ -164,7 +158,7 @@ def _restoring_once_more() -> Iterator[None]:
 
 
 class Courtesy:
-    """The drop-in for pytorch_memlab's class of this name.
+    """A replacement for pytorch_memlab's class of this name.
 
     courtesy = gpumem_otel.Courtesy()
     courtesy.yield_memory()
@@ -174,7 +168,7 @@ class Courtesy:
         options: of each `yield_memory`.
 
     Raises:
-        ConfigError: a keyword that can not be used.
+        ConfigError: a keyword that cannot be used.
     """
 
     def __init__(self, **options: Unpack[YieldOptions]) -> None:
@@ -205,19 +199,19 @@ def yield_callbacks(
     on_evict: Callable[[str], object] | None = None,
     timeout_seconds: float = 30.0,
 ) -> Callable[[], None]:
-    """Have something done around each yield; what is returned takes it away again.
+    """Register callbacks for each yield; returns the function that removes them.
 
     Args:
-        before_yield: called while the training thread stands still, before anything is moved. If
-            it raises or takes too long the yield is refused.
-        after_restore: called when all memory is back, or the yield came to nothing, for whoever's
-            `before_yield` was called.
-        on_evict: called with one line when memory is not back though it should be: a restore, or
-            the end of a lease, found the device taken, or something is lost. Once for each yield.
-        timeout_seconds: what each of them may take.
+        before_yield: called while the training thread is stopped, before anything is moved. The
+            yield is refused where it raises or takes too long.
+        after_restore: called when all memory is back or the yield has failed, if `before_yield` was
+            called.
+        on_evict: called with one line when memory is not back though it should be: a restore or the
+            end of a lease found no room, or something is lost. Once for each yield.
+        timeout_seconds: time limit of each.
 
     Raises:
-        ConfigError: one of them can not be called, or takes no such time.
+        ConfigError: one of them cannot be called, or the time limit is out of range.
     """
     for name, call in (
         ("before_yield", before_yield),
@@ -225,22 +219,22 @@ def yield_callbacks(
         ("on_evict", on_evict),
     ):
         if call is not None and not callable(call):
-            raise ConfigError(f"{name}: {type(call).__name__!r} can not be called")
-    fault = seconds_fault("timeout_seconds", timeout_seconds, _CALLBACK_SECONDS)
+            raise ConfigError(f"{name}: {type(call).__name__!r} cannot be called")
+    fault = _CALLBACK_SECONDS.fault("timeout_seconds", timeout_seconds)
     if fault:
         raise ConfigError(f"yield_callbacks: {fault}")
     return _STATE.callbacks.add(before_yield, after_restore, on_evict, timeout_seconds)
 
 
 def yield_on_stop_signal(**options: Unpack[YieldOptions]) -> Callable[[], None]:
-    """Give the memory back on SIGTSTP and take it again on SIGCONT; what is returned undoes it.
+    """Yield on SIGTSTP and restore on SIGCONT; returns the function that undoes this.
 
-    On SIGTSTP the process has two seconds under Slurm before it is stopped: where no safe point and
-    no copy fit into that, nothing is moved. Handlers that were there are called as well; where
-    there was none, the process stops once the memory is away, or that was refused.
+    Slurm stops the process two seconds after SIGTSTP: where a safe point and the copy do not fit
+    into that time, nothing is moved. Previous handlers are called as well; without one, the process
+    stops once the memory is given back or that was refused.
 
     Raises:
-        ConfigError: not on the main thread, or a keyword that can not be used.
+        ConfigError: not on the main thread, or a keyword that cannot be used.
     """
     options.setdefault("deadline_seconds", GRACE_SECONDS)
     options.setdefault("wait_seconds", GRACE_SECONDS)
@@ -265,10 +259,10 @@ def yield_on_stop_signal(**options: Unpack[YieldOptions]) -> Callable[[], None]:
 
 
 def engine_of(agent: Agent) -> YieldEngine:
-    """The engine of what `install()` started; the same each time.
+    """The engine of this agent; the same each time.
 
     Raises:
-        YieldRefusedError: nothing is armed, so there is nothing to give back.
+        YieldRefusedError: the process uses no GPU yet.
     """
     with _STATE.lock:
         known: Any = agent.yields
@@ -306,11 +300,11 @@ register_engine(engine_of)
 
 
 def _engine(verb: str = "yield") -> tuple[YieldEngine, bool]:
-    """(the engine to use, whether nothing was installed that watched beforehand)."""
+    """(the engine to use, whether it works without `install()`)."""
     with _STATE.lock:
         last = _STATE.engine
         if last is not None and last.status.state is not YieldState.RUNNING:
-            return last, last is _STATE.bare  # who has given memory back is who takes it again
+            return last, last is _STATE.bare  # the engine that yielded restores
         agent = current()
         if agent is not None and agent.reader is not None and hasattr(agent.source, "recorder"):
             _STATE.engine = engine_of(agent)
@@ -322,7 +316,7 @@ def _engine(verb: str = "yield") -> tuple[YieldEngine, bool]:
 
 
 def _bare_engine(verb: str) -> YieldEngine:
-    """Without `install()`: a source of its own, from now on."""
+    """An engine without `install()`, with its own source from now on."""
     from gpumem_otel.base.counters import Counters
     from gpumem_otel.capture.source import TorchSource
     from gpumem_otel.settings.options import resolve
@@ -346,7 +340,7 @@ def _bare_engine(verb: str) -> YieldEngine:
         counters=counters,
         run_dir=config.serve.run_dir,
         limits=config.yields,
-        note="nothing watched before this which memory others know: all was taken to be private",
+        note="sharing was not tracked before this call: all memory was taken to be private",
     )
     _at_fork(engine)
     step_without_install(safe_points.reached)
@@ -356,26 +350,28 @@ def _bare_engine(verb: str) -> YieldEngine:
 
 def _nothing_to_give_back(verb: str = "yield") -> YieldRefusedError:
     torch: Any = sys.modules.get("torch")
-    # set by torch itself in the children of a process that used a device: no CUDA works there
+    # torch sets it in forked children of a process that used a device; CUDA does not work there
     forked = getattr(getattr(torch, "cuda", None), "_is_in_bad_fork", None)
     if callable(forked) and forked():
         return YieldRefusedError(f"{verb}: a forked child holds nothing of its parent's memory")
-    what = "nothing was given back" if verb == "restore" else "nothing to give back"
-    return YieldRefusedError(f"{verb}: this process uses no GPU yet; {what}")
+    result = "nothing was given back" if verb == "restore" else "nothing to give back"
+    return YieldRefusedError(f"{verb}: this process uses no GPU yet; {result}")
 
 
 def _request(options: YieldOptions) -> YieldRequest:
     given: dict[str, Any] = dict(options)
-    unknown = sorted(set(given) - set(YieldOptions.__annotations__))
+    known = fields_of(YieldRequest)
+    unknown = sorted(set(given) - set(known))
     if unknown:
         raise ConfigError(f"yield: unknown keyword {unknown[0]!r}")
     try:
         level = YieldLevel(given.pop("level", YieldLevel.AUTO))
     except ValueError as error:
-        known = ", ".join(one.value for one in YieldLevel)
-        raise ConfigError(f"yield: {error}; levels are {known}") from error
-    for name in {"devices", "classes", "keep", "discard"} & set(given):
-        given[name] = _names("yield", name, given[name])
+        levels = ", ".join(level.value for level in YieldLevel)
+        raise ConfigError(f"yield: {error}; levels are {levels}") from error
+    for name, value in given.items():
+        if isinstance(known[name].kind, (DeviceNumbers, Names)):
+            given[name] = _names("yield", name, value)
     request = YieldRequest(level=level, **given)
     fault = yield_fault(request)
     if not fault and request.disk_dir and not os.path.isdir(request.disk_dir):  # noqa: PTH112
@@ -386,10 +382,10 @@ def _request(options: YieldOptions) -> YieldRequest:
 
 
 def _names(verb: str, name: str, value: Any) -> Any:
-    """A list or set of names as a tuple; what is none of these is left to the check.
+    """A list or set as a tuple; other values are left to the check.
 
     Raises:
-        ConfigError: one alone.
+        ConfigError: a single string or number.
     """
     if isinstance(value, (str, int)):
         raise ConfigError(f"{verb}: {name} is a list; write ({value!r},)")
@@ -400,7 +396,7 @@ def _at_fork(engine: YieldEngine) -> None:
     _STATE.engines.add(engine)
     if not _STATE.at_fork:
         _STATE.at_fork = True
-        # can not be taken back: forgets what is the parent's
+        # cannot be unregistered; it drops what belongs to the parent
         os.register_at_fork(after_in_child=_after_fork_in_child)
 
 

@@ -1,4 +1,4 @@
-"""What the job does before its memory goes and after it came back."""
+"""The job's callbacks before a yield and after a restore."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 _log = named_logger("gpumem_otel.yield")
 
 _TICK_SECONDS: Final = 0.05
-"""How late it is noticed that a wait is to end."""
+"""How soon a wait ends after an interrupt."""
 
 _GRACE_SECONDS: Final = 1.0
-"""For those that are quick, also where the job is interrupted."""
+"""How long to wait for a callback where the job is interrupted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,13 +37,13 @@ class _Entry:
 
 
 class Callbacks:
-    """Registered in sets of three; each runs on a thread of its own, within its time.
+    """Sets of up to three callbacks; each runs on its own thread, within its time limit.
 
-    `after_restore` is called for each set whose `before_yield` was called and did not raise, in
-    reverse order, after a restore as well as where the yield came to nothing.
+    `after_restore` is called for each set whose `before_yield` did not raise, in reverse order,
+    after a restore and also after a yield that failed.
 
-    Those two run with the current device of the job's thread: on a new thread it would be the first
-    one, and a call of torch there would make a context on a device that the job never used.
+    Both run with the current device of the job's thread. A new thread's is device 0: a call of
+    torch would create a context on a device that the job never used.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Callbacks:
         on_evict: Callable[[str], object] | None,
         timeout_seconds: float,
     ) -> Callable[[], None]:
-        """Register a set; what is returned takes it away again."""
+        """Register a set; returns the function that removes it."""
         entry = _Entry(before_yield, after_restore, on_evict, timeout_seconds)
         with self._lock:
             self._entries.append(entry)
@@ -71,14 +71,14 @@ class Callbacks:
                 self._entries.remove(entry)
 
     def before(self, device: int | None = None, hurried: Hurried = never) -> None:
-        """Ask all, in order.
+        """Call each `before_yield`, in order.
 
         Args:
-            device: that is current in the job's thread; None where it is not known.
-            hurried: asked while one is waited for: True ends the wait.
+            device: the current one of the job's thread; None where it is not known.
+            hurried: called during the wait for a callback: True ends the wait soon.
 
         Raises:
-            YieldRefusedError: one raised or took too long. `after` is to be called all the same.
+            YieldRefusedError: one raised or took too long. The caller calls `after` in any case.
         """
         with self._lock:
             entries = list(self._entries)
@@ -90,21 +90,21 @@ class Callbacks:
                 else (None, "")
             )
             if error is None:
-                self._asked.append(entry)  # a late one goes on, and is told of the end as well
+                self._asked.append(entry)  # also a late one: it goes on
             if error is not None or late:
-                what = late or f"raised {error!r}"
+                problem = late or f"raised {error!r}"
                 raise YieldRefusedError(
-                    f"yield: before_yield {_name(entry.before_yield)} {what}; nothing was moved"
+                    f"yield: before_yield {_name(entry.before_yield)} {problem}; nothing was moved"
                 )
 
     def after(self, hurried: Hurried = never) -> tuple[str, ...]:
-        """Tell all that were asked; one line for each that raised or took too long.
+        """Call each `after_restore` that is due; a line for each that raised or took too long.
 
         Args:
-            hurried: asked while one is waited for: True ends the wait.
+            hurried: called during the wait for a callback: True ends the wait soon.
 
         Raises:
-            BaseException: what interrupted the wait for one of them; all were told.
+            BaseException: what interrupted the wait for one of them; all were called.
         """
         asked, self._asked = self._asked, []
         notes: list[str] = []
@@ -116,14 +116,14 @@ class Callbacks:
             try:
                 ended = _run(call, seconds, self._device, hurried)
                 notes += _complaint(f"after_restore {_name(call)}", *ended)
-            except BaseException as error:  # it goes on by itself; the others are owed theirs
+            except BaseException as error:  # it goes on; the others are still due
                 interrupt = error
         if interrupt is not None:
             raise interrupt
         return tuple(notes)
 
     def evict(self, reason: str) -> tuple[str, ...]:
-        """Tell all that the memory is not back when it should be."""
+        """Call each `on_evict`: the memory is not back when it should be."""
         with self._lock:
             entries = list(self._entries)
         notes = []
@@ -137,8 +137,7 @@ class Callbacks:
 def _complaint(named: str, error: BaseException | None, late: str) -> list[str]:
     if error is None and not late:
         return []
-    what = f"{late} and goes on" if late else f"raised {error!r}"
-    line = f"{named} {what}"
+    line = f"{named} {late} and goes on" if late else f"{named} raised {error!r}"
     _log.warning("%s", line)
     return [line]
 
@@ -146,22 +145,22 @@ def _complaint(named: str, error: BaseException | None, late: str) -> list[str]:
 def _run(
     call: Callable[[], object], seconds: float, device: int | None, hurried: Hurried
 ) -> tuple[BaseException | None, str]:
-    """(what it raised, why it is still at it)."""
+    """(what it raised, why it still runs)."""
     raised: list[BaseException] = []
 
     def run() -> None:
         try:
             if device is not None:
-                torch: Any = sys.modules["torch"]  # it named the device
+                torch: Any = sys.modules["torch"]  # imported, since it gave the device
                 torch.cuda.set_device(device)
             call()
-        except BaseException as error:  # an exit or a cancellation is no consent
+        except BaseException as error:  # an exit or a cancellation refuses, too
             raised.append(error)
 
     thread = threading.Thread(target=run, name="gpumem-otel-callback", daemon=True)
     try:
         thread.start()
-    except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
+    except RuntimeError as error:  # no thread can be started: the interpreter may be ending
         return error, ""
     ends, late = time.monotonic() + seconds, f"took longer than {seconds:g} s"
     soon = False

@@ -1,4 +1,4 @@
-"""What the engine asks of the parts that move memory, as it asks it."""
+"""The interfaces between the engine of yields and the parts that move memory."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 class Finding(Protocol):
-    """Looks for what can go."""
+    """Finds storages that can be moved."""
 
     def find(self, *, assume_private: bool) -> ScanResult:
-        """At a safe point: every storage that can go, and what stays."""
+        """At a safe point: every storage that can be moved, and what cannot."""
         ...
 
     def probable(self) -> Sequence[Candidate]:
-        """What `find` will probably say can go, as far as it is large; cheap, () before one."""
+        """Large storages that `find` will probably return; cheap, () before the first `find`."""
         ...
 
 
@@ -35,13 +35,13 @@ class Offloading(Protocol):
     """Copies storages to the host and back.
 
     Attributes:
-        held_bytes: by tensor class, of which only the host has the contents.
-        discarded_bytes: by tensor class, neither kept nor there.
+        held_bytes: by tensor class, contents that only the host has.
+        discarded_bytes: by tensor class, contents that were thrown away.
         bytes_per_second: as measured, 0.0 before.
-        notes: what a person should know of the last yield and its restore.
-        zeroed: classes that `free` had thrown away already when it had to undo itself.
-        copies_ahead: what was begun is on its way.
-        on_waiting: told why a restore waits for room on a device.
+        notes: what a person should know about the last yield and its restore.
+        zeroed: classes that `free` had already thrown away when it had to undo itself.
+        copies_ahead: a copy that `begin` started is running.
+        on_waiting: called with the reason while a restore waits for room on a device.
     """
 
     on_waiting: Callable[[str], object]
@@ -67,27 +67,27 @@ class Offloading(Protocol):
     def bytes_per_second(self) -> float: ...  # noqa: D102
 
     def begin(self, movables: Sequence[Candidate]) -> None:
-        """Start to copy what will probably go; reads alone. `admit` or `abandon` comes next."""
+        """Start to copy what will probably go; only reads. `admit` or `abandon` comes next."""
         ...
 
     def admit(self, movables: Sequence[Candidate], request: YieldRequest) -> tuple[int, int]:
         """Reserve host memory and disk; (bytes of each).
 
         Raises:
-            YieldRefusedError: what is short.
+            YieldRefusedError: one of them is short.
         """
         ...
 
     def copy_out(self, progress: Callable[[int, int], None], stop: Callable[[], bool]) -> PhaseTime:
-        """Copy; nothing of the job is changed."""
+        """Copy to the host; changes nothing of the job."""
         ...
 
     def free(self) -> None:
-        """Free on the device what was copied or discarded: all of it, or nothing."""
+        """Free on the device what was copied or discarded: everything, or nothing."""
         ...
 
     def discard(self, classes: Collection[str]) -> None:
-        """Throw away what is kept of these, all of which was freed: zeros when it is back."""
+        """Throw away the copies of these freed classes: zeros after the restore."""
         ...
 
     def abandon(self) -> None:
@@ -104,16 +104,16 @@ class Offloading(Protocol):
         """Allocate and copy back; all of these classes, or nothing.
 
         Raises:
-            YieldRefusedError: how many bytes of device memory are missing.
+            YieldRefusedError: device memory is missing, and how much.
         """
         ...
 
     def close(self) -> bool:
-        """Give all host memory back; whether nothing is held any more."""
+        """Free all host memory; whether nothing is held any more."""
         ...
 
     def verify(self) -> str:
-        """Compare: "equal", or "" where no checksums were asked for.
+        """Compare checksums: "equal", or "" where none were asked for.
 
         Raises:
             YieldFailedError: contents differ.
@@ -122,14 +122,14 @@ class Offloading(Protocol):
 
 
 class Moves(Protocol):
-    """Is told what was moved, so that profiles show whose it is. Raises nothing."""
+    """Learns what was moved, so that profiles still show its stacks. Raises nothing."""
 
     def placing(self, moved: Candidate, restored_in: str) -> AbstractContextManager[None]:
-        """Within, this storage is given memory again, by code of this file."""
+        """Within the block, code of this file allocates memory for this storage again."""
         ...
 
     def settled(self, movables: Collection[Candidate]) -> None:
-        """These storages have other addresses than before, or none."""
+        """The addresses of these storages have changed, or they have none."""
         ...
 
 
@@ -138,8 +138,8 @@ class Checkpointing(Protocol):
 
     Attributes:
         state: `running`, `locked`, `checkpointed` or `failed`.
-        on_restored: called where a lease has brought the driver's part back by itself.
-        on_waiting: called where a lease is over and it can not come back yet; says why.
+        on_restored: called where the end of a lease has restored the driver's part.
+        on_waiting: called with the reason where a lease has ended and the restore must wait.
     """
 
     state: str
@@ -147,27 +147,27 @@ class Checkpointing(Protocol):
     on_waiting: Callable[[str], object] | None
 
     def prepare(self) -> None:
-        """Make ready what does the work; may run beside copies.
+        """Start the helper process; copies may run meanwhile.
 
         Raises:
-            YieldRefusedError: it can not.
+            YieldRefusedError: it does not start.
         """
         ...
 
     def refusal(self) -> str:
-        """Why it would not come back here, "" where it would."""
+        """Why the process could not be restored here, "" where it could."""
         ...
 
     def lock_and_checkpoint(self, timeout_seconds: float, lease_seconds: float | None) -> PhaseTime:
-        """Give all memory back, the context's too."""
+        """Give all memory back, also the context's."""
         ...
 
     def restore(self, wait_seconds: float) -> PhaseTime:
-        """Take it again; does nothing where nothing was given back."""
+        """Take it again; do nothing where nothing was given back."""
         ...
 
     def close(self, wait_seconds: float = 0.0) -> bool:
-        """Let go of what does the work; it brings the process back first. Whether it runs."""
+        """End the helper, which restores the process first; whether the process runs."""
         ...
 
 
@@ -175,24 +175,24 @@ class Gate(Protocol):
     """Keeps our own threads from torch and CUDA while the driver holds the process."""
 
     def close(self, timeout: float) -> bool:
-        """Let nobody in, and wait for those within; whether all are out."""
+        """Block new reads, and wait for running ones; whether all have ended."""
         ...
 
     def open(self) -> None:
-        """Let them in again."""
+        """Allow reads again."""
         ...
 
 
 class YieldControl(Protocol):
-    """Commands to yield and restore, and what became of them; from any thread."""
+    """Commands to yield and restore, and their operations; from any thread."""
 
     def submit(self, request: YieldRequest | RestoreRequest, who: str) -> Operation:
-        """Begin it in the background.
+        """Begin an operation in the background.
 
-        A command that repeats the one that runs, or the state that is there, gives that operation.
+        A command that repeats the running one, or asks for the current state, gets that operation.
 
         Raises:
-            YieldRefusedError: another operation runs, or it can not be begun at all.
+            YieldRefusedError: another operation runs, or this one cannot begin.
         """
         ...
 
@@ -201,7 +201,7 @@ class YieldControl(Protocol):
         ...
 
     def wait(self, version: int, seconds: float) -> YieldStatus:
-        """The status, once its version is another than this one, or after so long.
+        """The status when its version is another than this one, or after so long.
 
         Never calls torch or CUDA.
         """

@@ -1,8 +1,8 @@
-"""What a yield and a restore are asked for, and what they report. Plain values, no behaviour.
+"""Requests and reports of yields and restores: plain values.
 
-A job gives its GPU memory back in phases that a coordinator of many ranks can drive one by one:
+A job gives its GPU memory back in phases, which a coordinator of many ranks can run one by one:
 
-    prepare     stop at a safe point, look, ask every callback, reserve host memory: can be undone
+    prepare     stop at a safe point, scan, call `before_yield`, reserve host memory
     release     copy to the host, then free on the device
     checkpoint  the driver takes the rest, the context included
     restore     the driver gives it back
@@ -15,23 +15,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.base.text import by_size, human_bytes
+from gpumem_otel.snapshot.tensor_classes import TensorClass
+from gpumem_otel.yielding.request_fields import (
+    DeviceNumbers,
+    Flag,
+    Folder,
+    Names,
+    OneOf,
+    Repeat,
+    Seconds,
+    described,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-# A report of a yield or restore for people.
-
 
 def report_lines(report: YieldReport) -> list[str]:
-    """What moved, what is left and why, and how long each phase took; a line each."""
+    """A report for people: what moved, what is left and why, how long each phase took."""
     lines = [f"state {report.state.value}, level {report.level.value}"]
-    lines += _sums("moved", report.moved_bytes)
-    lines += _sums("discarded", report.discarded_bytes)
-    lines += _sums("left on the devices", report.residual_bytes)
-    lines += [_phase(one) for one in report.phases]
+    lines += _total("moved", report.moved_bytes)
+    lines += _total("discarded", report.discarded_bytes)
+    lines += _total("left on the devices", report.residual_bytes)
+    lines += [_phase_line(phase) for phase in report.phases]
     if report.host_bytes or report.disk_bytes:
         disk = f", {human_bytes(report.disk_bytes)} on disk" if report.disk_bytes else ""
         dry = report.state.value == "running" and not report.operation
@@ -46,50 +55,27 @@ def report_lines(report: YieldReport) -> list[str]:
     return lines
 
 
-def _sums(what: str, sizes: Mapping[str, int]) -> list[str]:
+def _total(label: str, sizes: Mapping[str, int]) -> list[str]:
     if not sizes:
         return []
-    return [f"{what}: {human_bytes(sum(sizes.values()))} ({by_size(sizes)})"]
+    return [f"{label}: {human_bytes(sum(sizes.values()))} ({by_size(sizes)})"]
 
 
-def _phase(one: PhaseTime) -> str:
+def _phase_line(took: PhaseTime) -> str:
     speed = ""
-    if one.bytes_per_second:
-        per_second = human_bytes(round(one.bytes_per_second))
-        speed = f", {human_bytes(one.size_bytes)} at {per_second}/s"
-    return f"{one.phase.value}: {one.seconds:.3f} s{speed}"
+    if took.bytes_per_second:
+        per_second = human_bytes(round(took.bytes_per_second))
+        speed = f", {human_bytes(took.size_bytes)} at {per_second}/s"
+    return f"{took.phase.value}: {took.seconds:.3f} s{speed}"
 
 
 DISCARDABLE = ("optimizer_state", "parameter", "buffer", "kv_cache")
-"""Tensor classes whose contents a request may throw away: all but the optimizer's state are
-overwritten by whoever asks for it."""
+"""Tensor classes whose contents a request may throw away. Except for the optimizer's state, the job
+must overwrite them before it uses them."""
 
-DEVICES = range(1024)
-"""torch's numbers that a request may name."""
+_CLASSES = tuple(member.value for member in TensorClass)
 
 _DAY = 86_400.0
-
-
-class Seconds(NamedTuple):
-    """Lengths of time that a field may have, both ends included.
-
-    Attributes:
-        left_out: what a request without it means, for messages.
-    """
-
-    low: float
-    high: float
-    left_out: str
-
-
-SECONDS: Mapping[str, Seconds] = MappingProxyType(
-    {
-        "lease_seconds": Seconds(0.1, 31 * _DAY, "no lease"),
-        "deadline_seconds": Seconds(0.1, _DAY, "no deadline"),
-        "wait_seconds": Seconds(0.0, _DAY, "60"),
-    }
-)
-"""Of requests, by whatever door they come: the job's own call, HTTP, the command line."""
 
 RESIDUAL_CAUSES = (
     "context",
@@ -104,7 +90,7 @@ RESIDUAL_CAUSES = (
 
 
 class YieldState(str, Enum):
-    """Where a process stands; FAILED only where something is really lost."""
+    """The state of a process; FAILED only where something is lost."""
 
     RUNNING = "running"
     YIELDING = "yielding"
@@ -114,7 +100,7 @@ class YieldState(str, Enum):
 
 
 class YieldLevel(str, Enum):
-    """How much goes."""
+    """How much memory is given back."""
 
     TENSORS = "tensors"
     """Storages that Python can reach; the context stays."""
@@ -125,7 +111,7 @@ class YieldLevel(str, Enum):
 
 
 class Phase(str, Enum):
-    """See the module."""
+    """A phase, see the module."""
 
     PREPARE = "prepare"
     RELEASE = "release"
@@ -137,66 +123,153 @@ class Phase(str, Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldRequest:
-    """What is asked for; lengths of time are those of `SECONDS`.
+    """What a yield is asked for."""
 
-    Attributes:
-        devices: which of `DEVICES` to give back; None for all of this process. The driver knows no
-            choice: with it level `process` is refused.
-        classes: tensor classes that go; None for all. Likewise.
-        keep: tensor classes that stay on the device.
-        discard: tensor classes of `DISCARDABLE` whose contents are thrown away: zeros after the
-            restore.
-        lease_seconds: restore by itself after so long; None for never.
-        deadline_seconds: rolled back where it takes longer, the wait for a safe point included.
-        wait_seconds: how long to wait for a safe point.
-        dry_run: only say what would happen.
-        verify: checksums, made on the device before and after.
-        assume_private: move also what may be shared with another process or library.
-        release_host: give the pinned host memory back after the restore instead of keeping it.
-        disk_dir: folder on fast local storage that takes what host memory can not; "" for none.
-    """
-
-    level: YieldLevel = YieldLevel.AUTO
-    devices: tuple[int, ...] | None = None
-    classes: tuple[str, ...] | None = None
-    keep: tuple[str, ...] = ()
-    discard: tuple[str, ...] = ()
-    lease_seconds: float | None = None
-    deadline_seconds: float | None = None
-    wait_seconds: float = 60.0
-    dry_run: bool = False
-    verify: bool = False
-    assume_private: bool = False
-    release_host: bool = False
-    disk_dir: str = ""
+    level: YieldLevel = field(
+        default=YieldLevel.AUTO,
+        metadata=described(
+            OneOf(YieldLevel),
+            "tensors (the context stays), process (all, by the driver), or auto (both, if it can).",
+            help="tensors: the context stays; process: all, by the driver; auto (default): both.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    devices: tuple[int, ...] | None = field(
+        default=None,
+        metadata=described(
+            DeviceNumbers(range(1024)),
+            "Devices of the process, by torch's number; null for all.",
+            option="--device",
+            help="Only this.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    classes: tuple[str, ...] | None = field(
+        default=None,
+        metadata=described(
+            Names(_CLASSES, least=1),
+            "Tensor classes that go; null for all.",
+            option="--class",
+            help="Only this tensor class.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    keep: tuple[str, ...] = field(
+        default=(),
+        metadata=described(
+            Names(_CLASSES),
+            "Tensor classes that stay on the device.",
+            help="Tensor class that stays.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    discard: tuple[str, ...] = field(
+        default=(),
+        metadata=described(
+            Names(DISCARDABLE),
+            "Tensor classes whose contents are thrown away: zeros after the restore.",
+            help="Tensor class that is thrown away: zeros after the restore.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    lease_seconds: float | None = field(
+        default=None,
+        metadata=described(
+            Seconds(0.1, 31 * _DAY, "no lease"),
+            "Restore by itself after so long; null for never.",
+            option="--lease",
+            help="Restore by itself after so long.",
+            repeat=Repeat.LEFT_OUT,
+        ),
+    )
+    deadline_seconds: float | None = field(
+        default=None,
+        metadata=described(
+            Seconds(0.1, _DAY, "no deadline"),
+            "Rolled back where it takes longer, the wait for a safe point included.",
+            option="--deadline",
+            help="Undo it where it takes longer.",
+        ),
+    )
+    wait_seconds: float = field(
+        default=60.0,
+        metadata=described(Seconds(0.0, _DAY, "60"), "How long to wait for a safe point."),
+    )
+    dry_run: bool = field(
+        default=False,
+        metadata=described(Flag(), "Only say what would happen.", repeat=Repeat.NEVER),
+    )
+    verify: bool = field(
+        default=False,
+        metadata=described(
+            Flag(),
+            "Compare checksums made on the device before and after.",
+            help="Compare checksums before and after.",
+            repeat=Repeat.LEFT_OUT,
+        ),
+    )
+    assume_private: bool = field(
+        default=False,
+        metadata=described(
+            Flag(),
+            "Move also what may be shared with another process or library.",
+            help="Move also what others may share.",
+            repeat=Repeat.LEFT_OUT,
+        ),
+    )
+    release_host: bool = field(
+        default=False,
+        metadata=described(
+            Flag(),
+            "Give the pinned host memory back after the restore.",
+            help="Give host memory back after the restore.",
+            repeat=Repeat.LEFT_OUT,
+        ),
+    )
+    disk_dir: str = field(
+        default="",
+        metadata=described(
+            Folder(json_pattern="^(/[ -~]*)?$", json_most=4096),
+            'Folder, one that the job allows, for what host memory cannot hold; "" for none.',
+            help="Folder for what host memory cannot hold; the job must allow it.",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreRequest:
-    """What is asked for; lengths of time are those of `SECONDS`.
+    """What a restore is asked for; with classes the process stays YIELDED until all are back."""
 
-    Attributes:
-        classes: tensor classes to bring back now; the process stays YIELDED until all are back.
-            None for all.
-        wait_seconds: how long to wait for device memory; then it stays YIELDED and says what is
-            missing.
-    """
-
-    classes: tuple[str, ...] | None = None
-    wait_seconds: float = 60.0
+    classes: tuple[str, ...] | None = field(
+        default=None,
+        metadata=described(
+            Names(_CLASSES, least=1),
+            "Tensor classes to bring back now; null for all.",
+            option="--class",
+            help="Only this tensor class.",
+            repeat=Repeat.NEVER,
+        ),
+    )
+    wait_seconds: float = field(
+        default=60.0,
+        metadata=described(
+            Seconds(0.0, _DAY, "60"),
+            "How long to wait for device memory; then it stays yielded and says what is missing.",
+            help="How long to wait for device memory.",
+        ),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One storage that can go.
+    """One storage that can be moved.
 
     Attributes:
         storage: the `torch.UntypedStorage`.
-        size_bytes: of the storage.
         block_bytes: of the allocator's block.
-        stream: raw handle of the stream that the block belongs to; 0 is the default stream.
-        frames: who allocated it first, as torch recorded it, leaf first; () where nobody knows.
-        root: named root of memory without frames, "" where none is known.
+        stream: raw handle of the block's stream; 0 is the default stream.
+        frames: the allocation's stack as torch recorded it, leaf first; () where unknown.
+        root: named root of memory without frames, "" where unknown.
     """
 
     storage: Any
@@ -212,10 +285,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Unmovable:
-    """Bytes of a device that tensor offload leaves, and why.
+    """Bytes of a device that cannot be moved.
 
     Attributes:
-        cause: of `RESIDUAL_CAUSES`.
+        cause: one of `RESIDUAL_CAUSES`.
         why: one clause for people.
     """
 
@@ -227,10 +300,10 @@ class Unmovable:
 
 @dataclass(frozen=True, slots=True)
 class ScanResult:
-    """What was found on the devices of this process at a safe point.
+    """What a scan found on the devices of this process at a safe point.
 
     Attributes:
-        refusal: why no storage of a device may be moved (a captured graph lives there), by device.
+        refusal: why no storage of a device may be moved (a captured graph uses it), by device.
     """
 
     movables: tuple[Candidate, ...]
@@ -243,8 +316,7 @@ class PhaseTime:
     """How long a phase took and what it moved.
 
     Attributes:
-        moving_seconds: for how long that was on its way, where it began in the phase before; None:
-            in this phase alone.
+        moving_seconds: how long the copy took where it began in the phase before; None otherwise.
     """
 
     phase: Phase
@@ -254,29 +326,29 @@ class PhaseTime:
 
     @property
     def bytes_per_second(self) -> float:
-        """What was moved by the time that it took; 0.0 where nothing was, or in no time."""
+        """Bytes moved per second; 0.0 where nothing was moved or no time passed."""
         seconds = self.seconds if self.moving_seconds is None else self.moving_seconds
         return self.size_bytes / seconds if seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldReport:
-    """What a yield or a restore did; of a dry run what it would do.
+    """What a yield or a restore did, or what a dry run would do.
 
     Attributes:
         operation: id of the operation, "" for a dry run.
         state: the state that remains.
-        level: what was used: `auto` resolved.
+        level: the one that was used, where `auto` was asked for.
         phases: in order.
-        moved_bytes: by tensor class, to the host or back from it.
+        moved_bytes: to the host or back, by tensor class.
         discarded_bytes: by tensor class.
         residual_bytes: left on the devices by cause, other processes included.
-        host_bytes: host memory held for yields of this process, pinned and pageable; also what is
+        host_bytes: host memory held for yields of this process, pinned and pageable, and memory
             kept pinned for the next one.
-        disk_bytes: likewise on disk.
+        disk_bytes: held on disk.
         expected_seconds: of a dry run, from the measured speed of the link.
         checksums: "equal" where asked for and compared, else "".
-        dangers: what may kill a parked job, one line each.
+        dangers: what may end a stopped job, one line each.
         notes: anything else that a person should know, one line each.
     """
 
@@ -299,7 +371,7 @@ class YieldReport:
 
 
 class OperationState(str, Enum):
-    """How far an operation is."""
+    """The progress or result of an operation."""
 
     RUNNING = "running"
     DONE = "done"
@@ -315,12 +387,12 @@ class Operation:
 
     Attributes:
         kind: `yield` or `restore`.
-        who: who asked for it, for the audit log.
-        phase: the phase it is in, None where it waits or has ended.
-        done_bytes: of `total_bytes` of the phase.
+        who: the sender of the command, for the audit log.
+        phase: the current phase, None where it waits or has ended.
+        done_bytes: of the phase's `total_bytes`.
         error: one line, "" where there is none.
-        already: of the answer to a command: the state that it asks for was there, so that nothing
-            was begun and nothing moved; all else is of the operation that led to it.
+        already: in the answer to a command: the state was there already, so that nothing was begun;
+            the other fields are of the operation that led to it.
     """
 
     id: str
@@ -337,17 +409,17 @@ class Operation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class YieldStatus:
-    """What can be asked at any moment, without torch or CUDA.
+    """The status, available at any moment without torch or CUDA.
 
     Attributes:
-        version: rises with every change, for whoever watches.
+        version: rises with every change.
         since_ns: when the state began, nanoseconds since 1970.
-        lease_expiry_ns: likewise when the lease ends; 0 where there is none.
-        moved_bytes: away from the devices now, in host memory or on disk.
+        lease_expiry_ns: when the lease ends, nanoseconds since 1970; 0 without a lease.
+        moved_bytes: now in host memory or on disk.
         residual_bytes: left on the devices by the last yield, by cause.
         phase_seconds: spent so far by phase, over the life of the process.
         operation: the running one, else the last one.
-        reason: why the state is FAILED, or why a lease could not be ended; else "".
+        reason: why the state is FAILED, or why a lease could not restore; else "".
     """
 
     version: int = 0

@@ -1,4 +1,4 @@
-"""Builds an engine of yields out of the parts that read and move memory."""
+"""Builds an engine of yields from the parts that read and move memory."""
 
 from __future__ import annotations
 
@@ -57,22 +57,22 @@ def compose(
     device_type: str = "cuda",
     finder: Finding | None = None,
 ) -> YieldEngine:
-    """Build an engine over a source that is armed; torch is imported.
+    """Build an engine; torch is imported, and the source records.
 
     Args:
         source: reads the allocator.
         safe_points: of the job.
         callbacks: of the job.
-        participants: threads that leave the GPU alone while the job's thread stands still.
+        participants: threads that do not use the GPU while the job's thread stands still.
         environ: of the process.
-        counters: take what is counted.
+        counters: of the engine.
         run_dir: folder in which the processes of this user reserve memory.
         limits: of host memory; None for the defaults.
-        why_not_now: what a yield would disturb, "" where nothing.
-        several: whether the job's steps are those of one of several optimizers.
+        why_not_now: what a yield would disturb at the moment, "" for nothing.
+        several: whether several optimizers step, of which one gives the job's steps.
         note: for each report.
         device_type: `cpu` for tests without a GPU.
-        finder: of what can go; None for all that torch's allocator of the GPU gave out.
+        finder: of storages; None for those of torch's CUDA allocator.
     """
     torch: Any = sys.modules["torch"]
     devices: Any = CudaDevices(torch) if device_type == "cuda" else CpuDevices(torch)
@@ -112,7 +112,7 @@ def compose(
             moves=source.restored,
         ),
         safe_points=safe_points,
-        stillness=Quiescence(
+        quiescence=Quiescence(
             participants=participants,
             who_else=partial(who_else, segments),
             counters=lambda: {one.device: (one.allocations, one.frees) for one in usage()},

@@ -46,8 +46,8 @@ def test_a_socket_that_appears_while_it_stops_goes_too(tmp_path, monkeypatch):
     assert len(discovery.control_sockets(str(tmp_path))) == 1
     stopping = threading.Thread(target=listener.stop, args=(WAIT,))
     stopping.start()
-    (door,) = listener._doors
-    until(lambda: door._loop is None)
+    (endpoint,) = listener._endpoints
+    until(lambda: endpoint._loop is None)
     goes_on.set()
     stopping.join(WAIT)
     assert list(tmp_path.iterdir()) == []
@@ -120,8 +120,8 @@ def test_a_forked_child_leaves_the_parents_socket_alone(tmp_path, tokens):
 def test_who_asks_while_it_stops_is_told_so(tmp_path, caplog):
     counters = Counters()
     with controlling(YieldDouble(), tmp_path, counters=counters) as listener:
-        (door,) = listener._doors
-        door._loop._workers.stop()
+        (endpoint,) = listener._endpoints
+        endpoint._loop._workers.stop()
         for method, path in (("GET", "/v1/state"), ("POST", "/v1/yield")):
             answer = call(listener.socket_path, method, path)
             assert (answer.status, answer.detail) == (503, "the listener stops")

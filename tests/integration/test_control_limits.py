@@ -64,7 +64,7 @@ def full(tmp_path, tokens, monkeypatch):
             listener = stack.enter_context(controlling(YieldDouble(), run_dir, **options))
             where = listener.address if tcp else listener.socket_path
             stack.enter_context(holding(where, 2))
-            return where, listener._doors[0]._loop
+            return where, listener._endpoints[0]._loop
 
         yield make
 
@@ -148,12 +148,12 @@ def test_over_tls_it_is_closed_before_any_handshake(files, tokens, monkeypatch):
     monkeypatch.setattr(event_loop, "MAX_CONNECTIONS", 1)
     options = {"host": "127.0.0.1", "token_file": tokens, **files}
     with controlling(YieldDouble(), **options) as listener:
-        (door,) = listener._doors
+        (endpoint,) = listener._endpoints
         with socket.create_connection(listener.address):
-            until(lambda: len(door._loop._clients) == 1)
+            until(lambda: len(endpoint._loop._clients) == 1)
             with reaching(listener.address) as client:
                 assert client.sock.recv(1) == b""
-                assert not door._loop._overflow._leaving
+                assert not endpoint._loop._overflow._leaving
 
 
 def test_stop_and_fork_while_some_are_turned_away(full, monkeypatch):

@@ -11,8 +11,9 @@ from support.yield_double import YieldDouble
 
 from gpumem_otel import ConfigError, restore, yield_memory
 from gpumem_otel.yielding.control.openapi import document
+from gpumem_otel.yielding.request_fields import Seconds, fields_of
 from gpumem_otel.yielding.validation import yield_fault
-from gpumem_otel.yielding.values import SECONDS, YieldRequest
+from gpumem_otel.yielding.values import YieldRequest
 
 OUT_OF_RANGE = [
     # as the API has it, as the command line has it
@@ -45,6 +46,13 @@ def test_every_door_says_the_same_of_what_is_out_of_range(run_dir, ctl, case):
     assert double.submitted == []
 
 
+SECONDS = {
+    name: field.kind
+    for name, field in fields_of(YieldRequest).items()
+    if isinstance(field.kind, Seconds)
+}
+
+
 @pytest.mark.parametrize("name", SECONDS)
 def test_every_door_takes_the_ends_of_each_range(run_dir, ctl, name):
     known = SECONDS[name]
@@ -53,13 +61,13 @@ def test_every_door_takes_the_ends_of_each_range(run_dir, ctl, name):
     )
     schema = document()["components"]["schemas"]["YieldRequest"]["properties"][name]
     number = schema["anyOf"][0] if "anyOf" in schema else schema
-    assert (number["minimum"], number["maximum"]) == known[:2]
+    assert (number["minimum"], number["maximum"]) == (known.low, known.high)
     page = Path(__file__, "../../../docs/yield.md").resolve().read_text(encoding="utf-8")
     (row,) = re.findall(rf"^\| `{name}` \|.*$", page, re.MULTILINE)
     assert f"{known.low:g} to {known.high:.0f}" in row
     double = YieldDouble()
     with controlling(double, run_dir) as listener:
-        for value in known[:2]:
+        for value in (known.low, known.high):
             assert yield_fault(YieldRequest(**{name: value})) == ""
             body = {name: value, "dry_run": True}
             assert call(listener.socket_path, "POST", "/v1/yield", body=body).status == 200

@@ -55,7 +55,7 @@ def once(interrupts):
 def until_it_waits() -> None:
     """The main thread, for the end of what it asked for: in the same line five times over."""
     seen = []
-    while len(seen) < 5 or len(set(seen[-5:])) > 1 or not seen[-1][0].endswith("interrupts.py"):
+    while len(seen) < 5 or len(set(seen[-5:])) > 1 or not seen[-1][0].endswith("signal_safe.py"):
         frame = sys._current_frames()[threading.main_thread().ident]
         seen.append((frame.f_code.co_filename, frame.f_lineno))
         threading.Event().wait(0.001)
@@ -65,7 +65,8 @@ class SecondInterrupt:
     """Raises in the n-th line of the main thread that waits, counted from the first interrupt."""
 
     FILES = (
-        "operation_waiter.py", "interrupts.py", "safepoint.py", "engine.py", "yields.py",
+        "operation_waiter.py", "interrupts.py", "signal_safe.py", "safepoint.py", "engine.py",
+        "yields.py",
     )  # fmt: skip
 
     def __init__(self, line: int) -> None:
@@ -87,7 +88,7 @@ class SecondInterrupt:
 
     def _trace(self, frame, event, argument):
         path = Path(frame.f_code.co_filename)
-        if path.name not in self.FILES or path.parent.name not in {"engine", "api"}:
+        if path.name not in self.FILES or path.parent.name not in {"yielding", "engine", "api"}:
             return None
         if self.first and event == "line":
             self.seen += 1

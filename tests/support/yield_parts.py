@@ -303,7 +303,7 @@ class World:
             finder=self.finder,
             offload=self.offload,
             safe_points=self.safe_points,
-            stillness=Quiescence(
+            quiescence=Quiescence(
                 participants=lambda: self.participants,
                 who_else=lambda parked, known, glance: self.works,
                 counters=lambda: dict(self.moving),

@@ -125,7 +125,7 @@ class Rig:
             finder=job,
             offload=self.offload,
             safe_points=self.safe_points,
-            stillness=Quiescence(
+            quiescence=Quiescence(
                 participants=lambda: self.participants,
                 who_else=lambda parked, known, glance: who_else(tuple, parked, known, glance),
                 counters=dict,
@@ -136,7 +136,7 @@ class Rig:
         self.engine = YieldEngine(parts, counters=Counters(), environ={})
 
     def close(self) -> None:
-        self.engine._caller.close()
+        self.engine._waiter.close()
         self.steps.stop()
         self.pool.give_back()
         self.host.close()

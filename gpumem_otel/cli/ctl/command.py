@@ -14,20 +14,22 @@ import click
 
 from gpumem_otel.cli.common import CommandFailed, print_json, warn
 from gpumem_otel.cli.ctl.reach import Reach, answered, as_entry, clients_of
-from gpumem_otel.snapshot.tensor_classes import TensorClass
-from gpumem_otel.yielding.values import (
-    DISCARDABLE,
-    SECONDS,
-    RestoreRequest,
-    YieldLevel,
-    YieldRequest,
+from gpumem_otel.yielding.request_fields import (
+    DeviceNumbers,
+    Flag,
+    Names,
+    OneOf,
+    Seconds,
+    fields_of,
 )
+from gpumem_otel.yielding.values import RestoreRequest, YieldLevel, YieldRequest
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from gpumem_otel.cli.ctl.client import Client
     from gpumem_otel.cli.ctl.jobs import OperationProgress, Outcome
+    from gpumem_otel.yielding.request_fields import RequestField
 
 _EPILOG = """\b
 Examples:
@@ -44,9 +46,6 @@ with s, m, h or d: 90, 30m, 1.5h. Exit codes: 0 done, 1 refused or failed, 2 bad
 """
 
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-
-_CLASSES = click.Choice([one.value for one in TensorClass])
-
 
 _RANK = ("namespace", "service_name", "run_id", "rank")
 """Names a process of a job; all but the last of it name the job."""
@@ -65,10 +64,32 @@ def _duration(value: str) -> float:
     return float(number) * (1.0 if unit is None else unit)
 
 
-def _known(name: str) -> str:
-    """What a length of time may be, for the help."""
-    known = SECONDS[name]
-    return f"{known.low:g} to {known.high:.0f} seconds"
+def _requesting(request_type: type) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The options of a request, one for each of its fields."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for name, field in reversed(tuple(fields_of(request_type).items())):
+            option = field.option or f"--{name.replace('_', '-')}"
+            function = click.option(option, name, **_option_of(field))(function)
+        return function
+
+    return add
+
+
+def _option_of(field: RequestField) -> dict[str, Any]:
+    """What click is told of a field."""
+    kind = field.kind
+    if isinstance(kind, OneOf):
+        return {"help": field.help, "type": click.Choice(kind.words)}
+    if isinstance(kind, DeviceNumbers):
+        return {"help": field.help, "type": int, "multiple": True}
+    if isinstance(kind, Names):
+        return {"help": field.help, "type": click.Choice(kind.words), "multiple": True}
+    if isinstance(kind, Seconds):
+        default = "" if field.default is None else f", default {field.default:g}"
+        text = f"{field.help.removesuffix('.')} ({kind}{default})."
+        return {"help": text, "type": _duration, "metavar": "TIME"}
+    return {"help": field.help, "is_flag": isinstance(kind, Flag)}
 
 
 def _reaching(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -174,70 +195,22 @@ def _watch(as_json: bool, **reach: Any) -> int:
 @command.command("yield")
 @_reaching
 @_following
-@click.option(
-    "--level",
-    type=click.Choice([level.value for level in YieldLevel]),
-    help="tensors: the context stays; process: all, by the driver; auto (default): both.",
-)
-@click.option("--device", "devices", type=int, multiple=True, help="Only this.")
-@click.option("--class", "classes", type=_CLASSES, multiple=True, help="Only this tensor class.")
-@click.option("--keep", type=_CLASSES, multiple=True, help="Tensor class that stays.")
-@click.option(
-    "--discard",
-    type=click.Choice(DISCARDABLE),
-    multiple=True,
-    help="Tensor class that is thrown away: zeros after the restore.",
-)
-@click.option(
-    "--lease",
-    "lease_seconds",
-    type=_duration,
-    metavar="TIME",
-    help=f"Restore by itself after so long ({_known('lease_seconds')}).",
-)
-@click.option(
-    "--deadline",
-    "deadline_seconds",
-    type=_duration,
-    metavar="TIME",
-    help=f"Undo it where it takes longer ({_known('deadline_seconds')}).",
-)
-@click.option(
-    "--wait-seconds",
-    type=_duration,
-    metavar="TIME",
-    help=f"How long to wait for a safe point ({_known('wait_seconds')}, default 60).",
-)
-@click.option("--dry-run", is_flag=True, help="Only say what would happen.")
-@click.option("--verify", is_flag=True, help="Compare checksums before and after.")
-@click.option("--assume-private", is_flag=True, help="Move also what others may share.")
-@click.option("--release-host", is_flag=True, help="Give host memory back after the restore.")
-@click.option("--disk-dir", help="Folder for what host memory can not hold; the job must allow it.")
+@_requesting(YieldRequest)
 def _yield(**given: Any) -> int:
     """Give GPU memory back."""
-    names = (
-        "level", "devices", "classes", "keep", "discard", "lease_seconds", "deadline_seconds",
-        "wait_seconds", "dry_run", "verify", "assume_private", "release_host", "disk_dir",
-    )  # fmt: skip
-    return _command("yield", names, given)
+    return _command("yield", YieldRequest, given)
 
 
 @command.command("restore")
 @_reaching
 @_following
-@click.option("--class", "classes", type=_CLASSES, multiple=True, help="Only this tensor class.")
-@click.option(
-    "--wait-seconds",
-    type=_duration,
-    metavar="TIME",
-    help=f"How long to wait for device memory ({_known('wait_seconds')}, default 60).",
-)
+@_requesting(RestoreRequest)
 def _restore(**given: Any) -> int:
     """Take GPU memory again."""
-    return _command("restore", ("classes", "wait_seconds"), given)
+    return _command("restore", RestoreRequest, given)
 
 
-def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
+def _command(kind: str, request_type: type, given: dict[str, Any]) -> int:
     """Send it to each process and follow it."""
     from gpumem_otel.cli.ctl import jobs as ctl_jobs
     from gpumem_otel.cli.ctl.view import bars, report_lines
@@ -245,7 +218,7 @@ def _command(kind: str, names: Sequence[str], given: dict[str, Any]) -> int:
     # What was not said is left to the job, which has defaults of its own. 0 was said.
     body = {
         name: value
-        for name in names
+        for name in fields_of(request_type)
         if (value := given.pop(name)) is not None and value is not False and value != ()
     }
     as_json, every, wait = given.pop("as_json"), given.pop("every"), given.pop("wait")

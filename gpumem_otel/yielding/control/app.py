@@ -2,13 +2,13 @@
 
     POST /v1/yield             begin a yield: 202 with Location, 200 with the report of a dry run
     POST /v1/restore           begin a restore
-    GET  /v1/state             ?version=N&wait_seconds=S: once it is another version; as a stream
-                               of server-sent events for who accepts text/event-stream
+    GET  /v1/state             ?version=N&wait_seconds=S: once the version is another; a stream of
+                               server-sent events for clients that accept text/event-stream
     GET  /v1/operations/{id}   one of the last hundred
     GET  /v1/openapi.json      all of this as OpenAPI 3.1
 
-Errors are RFC 9457 problems. Commands run on daemon threads of ours (see `workers`); nothing here
-calls torch or CUDA, since the process may be checkpointed by the driver while it answers.
+Errors are RFC 9457 problems. Blocking calls run on `workers`. Nothing here calls torch or CUDA: the
+driver may have checkpointed the process.
 """
 
 from __future__ import annotations
@@ -23,15 +23,27 @@ from typing import TYPE_CHECKING, Any, Final
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from gpumem_otel.errors import ConfigError, YieldFailedError, YieldRefusedError
 from gpumem_otel.serve.rate_limit import Buckets
 from gpumem_otel.serve.threads import StoppedError
-from gpumem_otel.yielding.control.guard import noted, origin_of, problem
+from gpumem_otel.yielding.control.guard import noted, origin_of
 from gpumem_otel.yielding.control.idempotency import KeyReusedError, Keys, is_key
 from gpumem_otel.yielding.control.openapi import document
+from gpumem_otel.yielding.control.responses import (
+    EVENTS,
+    JSON,
+    EventStream,
+    as_answer,
+    begun,
+    http_error,
+    internal_error,
+    json_answer,
+    problem_answer,
+    stopping,
+)
 from gpumem_otel.yielding.control.roles import Role
 from gpumem_otel.yielding.control.schema import (
     ControlState,
@@ -43,13 +55,13 @@ from gpumem_otel.yielding.control.schema import (
     read_yield,
     state_query,
 )
-from gpumem_otel.yielding.values import Operation, OperationState, YieldReport, YieldRequest
+from gpumem_otel.yielding.values import Operation, OperationState, YieldRequest
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from starlette.requests import Request
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp
 
     from gpumem_otel.serve.threads import RequestThreads
     from gpumem_otel.yielding.control.audit import Audit
@@ -58,108 +70,21 @@ if TYPE_CHECKING:
     from gpumem_otel.yielding.protocols import YieldControl
     from gpumem_otel.yielding.values import RestoreRequest, YieldStatus
 
-# Answers of the control listener, and the errors that no handler answers.
-
-JSON: Final = "application/json"
-
-EVENTS: Final = "text/event-stream"
-
-
-class EventStream(StreamingResponse):
-    """Events, and what is to be done when they have ended, however that comes."""
-
-    media_type = EVENTS
-
-    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        super().__init__(events)
-        self._on_end = on_end
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._on_end()
-
-
-def as_answer(operation: Operation) -> Operation:
-    """What a command came to, told apart from what an earlier one did.
-
-    Args:
-        operation: as it was submitted. One that was begun just now runs, whatever it comes to.
-    """
-    if operation.state is OperationState.RUNNING:
-        return operation
-    if operation.state is not OperationState.DONE:
-        # it failed once, and what is asked for is so by now: no error of this command
-        notes = ("nothing was away",) if operation.kind == "restore" else ()
-        report = operation.report or YieldReport(notes=notes)
-        operation = Operation(id="", kind=operation.kind, state=OperationState.DONE, report=report)
-    return replace(operation, already=True)
-
-
-def begun(operation: Operation) -> Response:
-    """The answer to a command: 202 while it goes on, 200 once done, else a problem."""
-    if operation.state in {OperationState.REFUSED, OperationState.FAILED}:
-        status = 409 if operation.state is OperationState.REFUSED else 500
-        return problem_answer(status, operation.error or operation.state.value, operation.id)
-    status = 202 if operation.state is OperationState.RUNNING else 200
-    response = json_answer(status, as_json(operation))
-    if operation.id:  # nothing was ever begun where the state is the one asked for
-        response.headers["location"] = f"/v1/operations/{operation.id}"
-    return response
-
-
-def json_answer(status: int, value: object) -> Response:
-    """JSON."""
-    return Response(json.dumps(value) + "\n", status_code=status, media_type=JSON)
-
-
-def problem_answer(
-    status: int, line: str, operation: str = "", *, retry_after: int | None = None
-) -> Response:
-    """An error, see `control_guard.problem`."""
-    headers = {} if retry_after is None else {"retry-after": str(retry_after)}
-    body = problem(status, line, operation)
-    return Response(body, status, headers, media_type="application/problem+json")
-
-
-async def internal_error(_request: Request, _exc: Exception) -> Response:
-    """A failure of ours."""
-    return problem_answer(500, "internal error")  # the guard counts it and logs the first
-
-
-async def stopping(_request: Request, exc: Exception) -> Response:
-    """The process ends."""
-    return problem_answer(503, str(exc))
-
-
-def http_error(exc: Exception) -> Response:
-    """No such path, or no such method of it."""
-    status = exc.status_code if isinstance(exc, HTTPException) else 500
-    allowed = (getattr(exc, "headers", None) or {}).get("Allow", "")
-    if status == 405:  # noqa: PLR2004  RFC 9110, 15.5.6
-        response = problem_answer(405, f"this path takes {allowed}")
-        response.headers["allow"] = allowed
-        return response
-    return problem_answer(status, "nothing is served here: /v1/openapi.json says what is")
-
-
 COMMAND_BURST: Final = 10
 COMMANDS_PER_SECOND: Final = 0.5
-"""Of one sender: so many at once, so many a second in the long run."""
+"""Limits of one sender: at once, and in the long run."""
 
 MAX_WATCHERS: Final = 8
-"""Requests that wait for a change, at once; fewer than requests in all, so that commands pass."""
+"""Requests that may wait for a change at once; fewer than all requests, so that commands pass."""
 
 _SLICE_SECONDS: Final = 0.5
-"""How soon a wait ends when its client has gone, or the listener stops."""
+"""How soon a wait ends after its client has gone or the listener stops."""
 
 _BEAT_SECONDS: Final = 15.0
-"""A stream says so often that it is alive."""
+"""How often a stream without changes sends a comment."""
 
 _DRY_RUN_SECONDS: Final = 30.0
-"""To look, besides the wait for a safe point; after that it is answered as one that goes on."""
+"""For a dry run's scan, after the wait for a safe point; then the answer is 202."""
 
 
 def build_control_app(
@@ -175,10 +100,10 @@ def build_control_app(
     """The routes, without the checks of `ControlGuard`.
 
     Args:
-        control: who does it.
-        process: who answers; must touch neither torch nor CUDA.
-        workers: who runs blocking calls.
-        audit: where commands are noted.
+        control: executes commands.
+        process: this process; must touch neither torch nor CUDA.
+        workers: run blocking calls.
+        audit: logs commands.
         disk_dirs: folders that a command may name.
         burst: commands of one sender at once.
         per_second: commands of one sender in the long run.
@@ -210,7 +135,7 @@ def build_control_app(
 
 
 class _Api:
-    """The handlers. Used by the thread of the event loop alone."""
+    """The handlers; only the event loop's thread uses them."""
 
     def __init__(
         self,
@@ -262,14 +187,14 @@ class _Api:
             self._slow_down(who, role)
             key = _key_of(request)
             body = await _body_of(request)
-            # beside the loop: a folder that it names may lie on a file system that hangs
+            # on a worker: a folder that it names may be on a file system that hangs
             wanted = await self._workers.start(partial(read, body))
         except _TurnedAwayError as exc:
             return self._turned_away(noted, exc)
         except InvalidError as exc:
             status = _STATUSES.get(type(exc), 422)
             return self._turned_away(noted, _TurnedAwayError(status, str(exc)))
-        noted["request"] = _said(wanted)
+        noted["request"] = _request_of(wanted)
         return await self._begin(request, who, key, wanted, noted)
 
     async def _begin(
@@ -282,7 +207,7 @@ class _Api:
     ) -> Response:
         replayed = False
         try:
-            # so that the same key, sent twice at once, begins one operation
+            # the same key, sent twice at once, begins one operation
             async with self._one_at_a_time:
                 operation = self._keys.find(who.name, key, wanted) if key else None
                 replayed = operation is not None
@@ -304,28 +229,28 @@ class _Api:
             self._audit.command({**noted, "operation": "", "outcome": "failed", "reason": str(exc)})
             raise
         if replayed:
-            found = self._control.operation(operation.id) or operation
-            operation = replace(found, already=operation.already)
+            current = self._control.operation(operation.id) or operation
+            operation = replace(current, already=operation.already)
         outcome = "sent again" if replayed else _outcome_of(operation)
         self._audit.command(
             {**noted, "operation": operation.id, "outcome": outcome, "reason": operation.error}
         )
         dry_run = isinstance(wanted, YieldRequest) and wanted.dry_run
-        if dry_run and self._watchers < MAX_WATCHERS:  # else as one that goes on
+        if dry_run and self._watchers < MAX_WATCHERS:  # else the answer is 202
             operation = await self._ended(request, operation, wanted.wait_seconds)
         return begun(operation)
 
     async def _ended(
         self, request: Request, operation: Operation, wait_seconds: float
     ) -> Operation:
-        """The operation at its end, or as it is after some time."""
+        """The operation when it has ended, or as it is after some time."""
 
         def wait(stop: threading.Event) -> Operation:
             version, left = -1, wait_seconds + _DRY_RUN_SECONDS
             while True:
-                found = self._control.operation(operation.id) or operation
-                if found.state is not OperationState.RUNNING or left <= 0 or stop.is_set():
-                    return found
+                current = self._control.operation(operation.id) or operation
+                if current.state is not OperationState.RUNNING or left <= 0 or stop.is_set():
+                    return current
                 version = self._control.wait(version, min(left, _SLICE_SECONDS)).version
                 left -= _SLICE_SECONDS
 
@@ -334,7 +259,7 @@ class _Api:
     # questions ------------------------------------------------------------------------------
 
     async def state(self, request: Request) -> Response:
-        """The status of now, or once its version is another."""
+        """The status, at once or when its version is another."""
         if (refusal := self._reader_refusal(request)) is not None:
             return refusal
         try:
@@ -368,10 +293,10 @@ class _Api:
         if request.query_params:
             return problem_answer(400, "no query is read here")
         call = partial(self._control.operation, request.path_params["id"][:200])
-        found = await self._workers.start(call)
-        if found is None:
-            return problem_answer(404, "no such operation: the last hundred are remembered")
-        return json_answer(200, as_json(found))
+        operation = await self._workers.start(call)
+        if operation is None:
+            return problem_answer(404, "no such operation: the last hundred are kept")
+        return json_answer(200, as_json(operation))
 
     async def openapi(self, request: Request) -> Response:
         """The document."""
@@ -403,7 +328,7 @@ class _Api:
     # waiting --------------------------------------------------------------------------------
 
     def _changed(self, version: int, seconds: float, stop: threading.Event) -> YieldStatus | None:
-        """On a worker: the status once its version is another, or after so long; None: stopped."""
+        """On a worker: the status when its version is another, or after so long; None: stopped."""
         left = seconds
         while not stop.is_set():
             status = self._control.wait(version, min(left, _SLICE_SECONDS))
@@ -413,7 +338,7 @@ class _Api:
         return None
 
     async def _waiting(self, request: Request, call: Callable[[threading.Event], Any]) -> Any:
-        """What a call gives that waits; it is told to stop when the client goes."""
+        """The result of a call that waits; it is stopped when the client goes."""
         stop = threading.Event()
         waiting = self._workers.start(partial(call, stop), stop)
         gone = asyncio.ensure_future(_gone(request))
@@ -425,10 +350,10 @@ class _Api:
             self._watchers -= 1
             gone.cancel()
             stop.set()
-            waiting.add_done_callback(_looked_at)
+            waiting.add_done_callback(_retrieve)
 
     async def _changes(self, version: int) -> AsyncIterator[bytes]:
-        """Server-sent events, one for each change that is seen, until the client goes."""
+        """Server-sent events, one for each change, until the client goes."""
         stop = threading.Event()
         try:
             while True:
@@ -463,7 +388,7 @@ class _Api:
             raise _TurnedAwayError(403, line)
 
     def _slow_down(self, who: Principal, role: Role) -> None:
-        # each kind by itself: yields that were sent in vain do not keep a restore away
+        # each kind on its own: refused yields do not block a restore
         wait = self._buckets.take(f"{role.value} {who.name}")
         if wait:
             why = f"too many commands of this sender: again in {wait} s"
@@ -491,7 +416,7 @@ def _outcome_of(operation: Operation) -> str:
 
 
 class _TurnedAwayError(Exception):
-    """A command that is not passed on."""
+    """A command that is refused before it reaches the engine."""
 
     def __init__(self, status: int, line: str, retry_after: int | None = None) -> None:
         super().__init__(line)
@@ -509,17 +434,17 @@ def _key_of(request: Request) -> str:
     return str(keys[0])
 
 
-def _said(wanted: YieldRequest | RestoreRequest) -> dict[str, object]:
-    """What differs from the defaults, for the audit log."""
-    usual = as_json(type(wanted)())
-    return {name: value for name, value in as_json(wanted).items() if value != usual[name]}
+def _request_of(wanted: YieldRequest | RestoreRequest) -> dict[str, object]:
+    """The fields that differ from the defaults, for the audit log."""
+    defaults = as_json(type(wanted)())
+    return {name: value for name, value in as_json(wanted).items() if value != defaults[name]}
 
 
 async def _body_of(request: Request) -> bytes:
     if request.query_params:
         raise _TurnedAwayError(400, "no query is read here: fields go into the body")
     try:
-        body = await request.body()  # the guard has looked at its length
+        body = await request.body()  # the guard has checked its length
     except ClientDisconnect:
         raise _TurnedAwayError(400, "the client went away") from None
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -534,6 +459,6 @@ async def _gone(request: Request) -> None:
         pass
 
 
-def _looked_at(waiting: asyncio.Future[Any]) -> None:
+def _retrieve(waiting: asyncio.Future[Any]) -> None:
     if not waiting.cancelled():
         waiting.exception()  # or asyncio complains about it

@@ -1,4 +1,4 @@
-"""The audit log: one line per command, and one per request that was turned away, within bounds."""
+"""The audit log: a line for each command, and for refused requests within bounds."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from gpumem_otel.serve.rate_limit import Buckets
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-# Warnings, since that is what a job without logging of its own shows.
+# Warnings: a job that has set up no logging shows them.
 _log = named_logger("gpumem_otel.audit")
 
 _REFUSED_AT_ONCE: Final = 20
 _REFUSED_PER_SECOND: Final = 1.0
-"""Of each kind, so that a flood of one kind hides none of another."""
+"""For each kind, so that a flood of one kind does not hide another."""
 
 
 class Audit:
-    """Writes `name=value` lines whose values are JSON: nothing in them ends a line or a value."""
+    """Writes lines of `name=value`; values are JSON, so that none of them ends a line."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._buckets = Buckets(_REFUSED_AT_ONCE, _REFUSED_PER_SECOND, clock)
         self._left_out: dict[str, int] = {}
 
     def command(self, values: Mapping[str, object]) -> None:
-        """A command that was taken, or refused by the state of the job.
+        """A command that was taken, or that the job's state refused.
 
-        Always logged: who may command is held by a rate limit.
+        Always logged: a rate limit bounds the senders.
         """
         _log.warning("control: %s", _line(values))
 
     def refused(self, status: int, values: Mapping[str, object]) -> None:
-        """A request that was turned away; how many were left out is on the next line."""
+        """A request that was refused; the next line says how many lines were left out."""
         self._bounded(str(status), {**values, "status": status})
 
     def cut(self, origin: str, reason: str) -> None:
-        """A connection that never came to a whole request; likewise."""
+        """A connection that ended before a whole request; bounded like `refused`."""
         self._bounded("cut", {"from": origin, "outcome": "refused", "reason": reason})
 
     def _bounded(self, kind: str, values: Mapping[str, object]) -> None:

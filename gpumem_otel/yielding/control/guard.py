@@ -1,6 +1,6 @@
-"""What a request for the control listener passes first: Host, credentials, limits.
+"""Checks each request for the control listener first: Host, credentials, limits.
 
-Who sends it is told here, once; what they may do is asked by each handler.
+It finds the sender, once; each handler checks what the sender may do.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 FULL: Final = "too many connections at once: again in 1 s"
 
 MAX_COMMAND_BYTES: Final = 64 * 1024
-"""Of a body; it would hold every field a hundred times over."""
+"""Of a body; enough for every field a hundred times."""
 
 ROUTES: Final = frozenset({"/v1/state", "/v1/yield", "/v1/restore", "/v1/openapi.json"})
-"""Paths that the audit log names: another may be anything, a token too."""
+"""Paths that the audit log names; another could contain anything, even a token."""
 
 _SECRET_NAMES: Final = frozenset(
     {"access_token", "api_key", "apikey", "auth", "authorization", "bearer", "key", "token"}
@@ -45,7 +45,7 @@ class ControlGuard(RequestGuard):
     """ASGI middleware of the control listener.
 
     Args:
-        authenticate: connection and Authorization header -> who it is, None for nobody we know.
+        authenticate: connection and Authorization header -> the sender, None where unknown.
     """
 
     stage = "control"
@@ -85,8 +85,8 @@ class ControlGuard(RequestGuard):
         principal = self._authenticate(peer, authorization)
         if principal is not None:
             scope["state"]["principal"] = principal
-            # No path here needs an escape: one is for the eyes of a proxy before us, or a line end
-            # that a route overlooks.
+            # No path here needs an escape: one would be meant to mislead a proxy before us, or a
+            # line end that a route overlooks.
             return (404, "nothing is served here", ()) if b"%" in scope["raw_path"] else None
         if peer.uid is not None:
             return 403, "this socket is for the user of the job and for root", (CLOSE,)
@@ -124,7 +124,7 @@ def problem(status: int, line: str, operation: str = "") -> bytes:
 
 
 def full_answer() -> bytes:
-    """The whole answer to a connection that is not served, whatever it asks."""
+    """The whole answer to a connection above the limit."""
     status = HTTPStatus.SERVICE_UNAVAILABLE
     body = problem(status, FULL)
     headers = (
@@ -140,7 +140,7 @@ def full_answer() -> bytes:
 
 
 def noted(scope: Scope, line: str) -> dict[str, object]:
-    """What the audit log says of a request that is turned away."""
+    """The audit log's values for a refused request."""
     path = scope["path"]
     who = scope["state"].get("principal")
     return {
@@ -153,12 +153,12 @@ def noted(scope: Scope, line: str) -> dict[str, object]:
 
 
 def origin_of(scope: Scope) -> str:
-    """Where a request comes from."""
+    """The address or user that a request comes from."""
     return peers.origin_of(scope["state"]["peer"], scope.get("client"))
 
 
 def _is_the_clients(exc: BaseException) -> bool:
-    """Whether a failure is that of a client that left; starlette may group it."""
+    """Whether a failure only says that the client has left; starlette may group several."""
     inner: tuple[BaseException, ...] = getattr(exc, "exceptions", ())
     if inner:
         return all(map(_is_the_clients, inner))
@@ -169,5 +169,5 @@ def _holds_secret(query: bytes) -> bool:
     try:
         pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True, max_num_fields=32)
     except ValueError:
-        return True  # nobody asks for so much
+        return True  # no real query has so many fields
     return any(name.lower().replace("-", "_") in _SECRET_NAMES for name, _ in pairs)

@@ -1,4 +1,4 @@
-"""Idempotency keys: what a command that is sent again began the first time."""
+"""Idempotency keys: the operation that a repeated command began the first time."""
 
 from __future__ import annotations
 
@@ -20,32 +20,33 @@ KEY_PATTERN: Final = "^[!-~]{1,128}$"
 
 
 class KeyReusedError(Exception):
-    """A key that was sent with another command."""
+    """The key came with another command before."""
 
 
 class Keys:
-    """Key of a sender -> the command and the operation it began; the oldest is forgotten."""
+    """A sender's key -> the command and the operation that it began; the oldest is dropped."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[tuple[str, str], tuple[bytes, Operation]] = OrderedDict()
 
     def find(self, who: str, key: str, request: YieldRequest | RestoreRequest) -> Operation | None:
-        """What this command began before, None where it is new.
+        """The operation that this command began before, None where it is new.
 
         Raises:
             KeyReusedError: the key came with another command.
         """
-        found = self._known.get((who, key))
-        if found is None:
+        known = self._known.get((who, key))
+        if known is None:
             return None
-        if found[0] != _fingerprint(request):
+        fingerprint, operation = known
+        if fingerprint != _fingerprint(request):
             raise KeyReusedError
-        return found[1]
+        return operation
 
     def keep(
         self, who: str, key: str, request: YieldRequest | RestoreRequest, operation: Operation
     ) -> None:
-        """Remember it."""
+        """Store the operation that this command began."""
         self._known[who, key] = (_fingerprint(request), operation)
         if len(self._known) > MAX_KEYS:
             self._known.popitem(last=False)
@@ -57,6 +58,6 @@ def is_key(text: str) -> bool:
 
 
 def _fingerprint(request: YieldRequest | RestoreRequest) -> bytes:
-    """Of what is asked for, however the body was written."""
+    """Hash of the request, independent of how its body was written."""
     text = json.dumps([type(request).__name__, as_json(request)], sort_keys=True)
     return hashlib.sha256(text.encode()).digest()

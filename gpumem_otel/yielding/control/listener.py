@@ -1,7 +1,7 @@
 """The control listener: a Unix socket of this user, and over TCP a port that asks for credentials.
 
-Each is a listener of its own (thread, event loop, limits), so that whoever floods the port does
-not keep the person on the machine from the socket, and no mistake in the settings of the port does.
+Each has its own thread, event loop and limits, so that neither a flood of the port nor a mistake in
+its settings blocks the socket.
 """
 
 from __future__ import annotations
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from gpumem_otel.yielding.control.schema import Process
     from gpumem_otel.yielding.protocols import YieldControl
 
-# Which settings the control listener refuses: law 5, no door is open to strangers.
-
 _MAX_PORT: Final = 65535
 
 _T = TypeVar("_T")
@@ -45,7 +43,7 @@ _T = TypeVar("_T")
 def refuse_open_door(
     config: ControlConfig, gatekeeper: Gatekeeper, tls: ssl.SSLContext | None
 ) -> None:
-    """Nobody commands a job over TCP without a credential, and no credential goes bare.
+    """Refuse unauthenticated access over TCP, and credentials without encryption.
 
     Raises:
         ServeError: the settings would allow that.
@@ -60,16 +58,16 @@ def refuse_open_door(
         )
     if tls is None and not config.insecure and not _is_loopback(config.host):
         raise ServeError(
-            f"control on {config.host} needs TLS, or whoever sees the traffic has the token: set "
+            f"control on {config.host} needs TLS, or the token can be read from the traffic: set "
             "control_tls_cert_file, or control_insecure where something else encrypts it"
         )
 
 
 def port_of(config: ControlConfig, local_rank: int) -> int:
-    """What this process listens on; 0 for any that is free.
+    """The port of this process; 0 for any free one.
 
     Raises:
-        ServeError: there is none.
+        ServeError: the number is too large.
     """
     port = config.port + local_rank if config.port else 0
     if not 0 <= port <= _MAX_PORT:
@@ -84,7 +82,7 @@ class Refusals(NamedTuple):
     """Why commands would not be taken, a line for each reason.
 
     Attributes:
-        port: over TCP, where settings speak of it.
+        port: over TCP, where a host is set.
         socket: at the socket in the run directory.
     """
 
@@ -93,15 +91,15 @@ class Refusals(NamedTuple):
 
 
 def refusals(config: ControlConfig, *, run_dir: str, local_rank: int = 0) -> Refusals:
-    """What of a listener with these settings would not start; binds nothing."""
+    """What would keep a listener with these settings from starting; binds nothing."""
     port: list[str] = []
     socket: list[str] = []
 
-    def tried(call: Callable[[], _T], found: list[str] = port) -> _T | None:
+    def tried(call: Callable[[], _T], errors: list[str] = port) -> _T | None:
         try:
             return call()
         except ServeError as error:
-            found.append(str(error))
+            errors.append(str(error))
         return None
 
     gatekeeper = tried(lambda: Gatekeeper(config))
@@ -119,10 +117,10 @@ def refusals(config: ControlConfig, *, run_dir: str, local_rank: int = 0) -> Ref
 
 
 def _look_into(run_dir: str) -> None:
-    """Whether the socket could lie there; a folder that is not there is made by the job.
+    """Check the socket's folder; the job creates one that does not exist.
 
     Raises:
-        ServeError: it can not.
+        ServeError: it cannot be used.
     """
     try:
         with suppress(FileNotFoundError), files.opened(run_dir, "run directory", ServeError):
@@ -142,23 +140,22 @@ _log = named_logger("gpumem_otel.serve")
 
 
 class ControlListener:
-    """Takes commands to yield and restore; nothing of it calls torch or CUDA.
+    """Takes commands to yield and restore, without torch or CUDA.
 
     Args:
-        control: who does them.
+        control: executes them.
         config: address, credentials, TLS.
         run_dir: folder of the socket.
-        identity: who this process is; `announce` says so when it changes.
-        counters: where failures are counted.
-        limits: (commands at once, commands a second) of one sender; None for the usual ones.
+        identity: of this process; `announce` changes it.
+        counters: count failures.
+        limits: (commands at once, commands a second) of one sender; None for the defaults.
 
     Attributes:
-        refusal: why nothing is taken over TCP, though settings speak of it, and the socket is
-            there; "" where that is not so.
+        refusal: why there is only the socket, though a TCP host is set; else "".
 
     Raises:
-        ServeError: something that would open a door to strangers, or can not be used, and there
-            is no socket either.
+        ServeError: a setting cannot be used or would allow unauthenticated access, and there is no
+            socket either.
     """
 
     def __init__(
@@ -181,7 +178,7 @@ class ControlListener:
             limits=limits,
             disk_dirs=config.disk_dirs,
         )
-        self._doors: list[_ControlEndpoint] = []
+        self._endpoints: list[_ControlEndpoint] = []
         self._local: _ControlEndpoint | None = None
         if run_dir:
             self._local = make(
@@ -190,21 +187,21 @@ class ControlListener:
                 authenticate=lambda peer, _: Gatekeeper.local(peer),
                 tls=None,
             )
-            self._doors.append(self._local)
+            self._endpoints.append(self._local)
         self._remote: _ControlEndpoint | None = None
         try:
             self._remote = _over_tcp(config, identity.local_rank, make)
         except ServeError as error:
             self._no_port(error)
         if self._remote is not None:
-            self._doors.append(self._remote)
-        if not self._doors:
+            self._endpoints.append(self._remote)
+        if not self._endpoints:
             raise ServeError("control: there is neither a run directory nor a host to listen on")
         self._warn_of_variable = bool(config.token) and self._remote is not None
 
     @property
     def socket_path(self) -> str | None:
-        """Of the Unix socket once it is there."""
+        """Path of the Unix socket once it exists."""
         address = self._local.address if self._local is not None else None
         return None if address is None else address[0]
 
@@ -214,16 +211,18 @@ class ControlListener:
         return self._remote.address if self._remote is not None else None
 
     def wait(self, timeout: float) -> bool:
-        """Wait until all of it is bound that was not refused."""
+        """Wait until everything is bound that was not refused."""
         deadline = time.monotonic() + timeout
-        doors = self._doors[:1] if self.refusal else self._doors
-        return all(door.bound.wait(max(0.0, deadline - time.monotonic())) for door in doors)
+        endpoints = self._endpoints[:1] if self.refusal else self._endpoints
+        return all(
+            endpoint.bound.wait(max(0.0, deadline - time.monotonic())) for endpoint in endpoints
+        )
 
     def start(self) -> None:
         """Start the threads; returns before anything is bound.
 
         Raises:
-            ServeError: uvicorn or starlette can not be imported, or no thread be started.
+            ServeError: uvicorn or starlette cannot be imported, or no thread be started.
         """
         if self._local is not None:
             self._local.start()
@@ -241,16 +240,16 @@ class ControlListener:
             self._no_port(error)
 
     def _no_port(self, error: ServeError) -> None:
-        """What keeps the port from being there is no reason to be without the socket."""
+        """Go on with the socket alone, where there is one."""
         if self._local is None:
             raise error
         self.refusal = f"no TCP port: {error}; the socket takes commands all the same"
 
     def must_have_port(self) -> None:
-        """Say what was put up with.
+        """Check that commands are taken over TCP, where a host is set.
 
         Raises:
-            ServeError: nothing is taken over TCP, though settings speak of it.
+            ServeError: they are not.
         """
         if self.refusal:
             raise ServeError(self.refusal)
@@ -258,26 +257,26 @@ class ControlListener:
     def stop(self, timeout: float = 1.0) -> None:
         """Close everything and remove the socket; may be started again."""
         deadline = time.monotonic() + timeout
-        for door in self._doors:
-            door.stop(max(0.0, deadline - time.monotonic()))
+        for endpoint in self._endpoints:
+            endpoint.stop(max(0.0, deadline - time.monotonic()))
 
     def announce(self, identity: Identity) -> None:
-        """Who this process is has become known; the socket keeps its name."""
+        """Use another identity from now on; the socket keeps its name."""
         self._identity = identity
 
     def close_in_child(self) -> None:
-        """In a forked child: close what was inherited and leave the parent's alone."""
-        for door in self._doors:
-            door.close_in_child()
+        """In a forked child: close what was inherited, without effect on the parent."""
+        for endpoint in self._endpoints:
+            endpoint.close_in_child()
 
 
 def _over_tcp(
     config: ControlConfig, local_rank: int, make: Callable[..., _ControlEndpoint]
 ) -> _ControlEndpoint | None:
-    """The port, None where no host is named: what is set for it is looked at all the same.
+    """The endpoint of the port, None where no host is set; checks its settings in any case.
 
     Raises:
-        ServeError: something that would open a door to strangers, or can not be used.
+        ServeError: a setting cannot be used, or would allow unauthenticated access.
     """
     gatekeeper = Gatekeeper(config)
     if not config.host:
@@ -294,7 +293,7 @@ def _over_tcp(
 
 
 class _ControlEndpoint(ListenerLife):
-    """One address of it."""
+    """One address of the listener."""
 
     what = "the control listener"
 
@@ -384,7 +383,7 @@ class _ControlEndpoint(ListenerLife):
         _log.info("control: commands are taken at %s", where)
 
     def stop(self, timeout: float = 1.0) -> None:
-        """Close everything and remove the socket, also one that was bound just now."""
+        """Close everything and remove the socket, also one that was bound at this moment."""
         super().stop(timeout)
         if isinstance(self._binding, UnixBinding):
             self._binding.remove()

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the control API, made of the rules that requests are checked by."""
+"""The OpenAPI 3.1 document of the control API, made from the dataclasses and their checks."""
 
 from __future__ import annotations
 
@@ -7,15 +7,21 @@ from typing import Any, Final
 from gpumem_otel._version import __version__
 from gpumem_otel.yielding.control.idempotency import KEY_PATTERN
 from gpumem_otel.yielding.control.schema import (
-    RESTORE_RULE,
-    STATE_QUERY,
-    YIELD_RULE,
     ControlState,
     Process,
     object_schema,
+    query_parameters,
+    request_schema,
     schema_of,
 )
-from gpumem_otel.yielding.values import Operation, PhaseTime, YieldReport, YieldStatus
+from gpumem_otel.yielding.values import (
+    Operation,
+    PhaseTime,
+    RestoreRequest,
+    YieldReport,
+    YieldRequest,
+    YieldStatus,
+)
 
 _ANSWERS: Final = (Operation, PhaseTime, YieldReport, YieldStatus, ControlState, Process)
 
@@ -30,14 +36,14 @@ _REFUSALS: Final = {
     413: "The body is too long.",
     415: "The body is not JSON.",
     421: "The Host header names another machine.",
-    422: "A field can not be used, or the Idempotency-Key came with another command.",
+    422: "A field cannot be used, or the Idempotency-Key came with another command.",
     429: "Too many commands of this sender; Retry-After says when.",
     500: "The command ended in a state that it should not have; the detail says which.",
     503: "Too many requests or connections at once, Retry-After says when; or the listener stops.",
 }
 
 _ALWAYS: Final = (400, 401, 403, 405, 411, 413, 421, 503)
-"""What the door says, whatever is asked."""
+"""Every request may get these."""
 
 
 def _header(meaning: str, kind: str = "string", *, always: bool = True) -> dict[str, Any]:
@@ -74,8 +80,8 @@ def document() -> dict[str, Any]:
         },
         "components": {
             "schemas": {
-                "YieldRequest": YIELD_RULE.schema(),
-                "RestoreRequest": RESTORE_RULE.schema(),
+                "YieldRequest": request_schema(YieldRequest),
+                "RestoreRequest": request_schema(RestoreRequest),
                 **{kind.__name__: object_schema(kind) for kind in _ANSWERS},
                 "Problem": _PROBLEM,
             },
@@ -135,22 +141,13 @@ def _command(name: str, summary: str, body: str) -> dict[str, Any]:
 
 
 def _state() -> dict[str, Any]:
-    parameters = [
-        {
-            "name": field.name,
-            "in": "query",
-            "description": field.meaning,
-            "schema": {**field.rule.schema(), "default": field.default},
-        }
-        for field in STATE_QUERY
-    ]
     answer = _json("The status.", schema_of(ControlState))
     answer["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return {
         "operationId": "state",
         "summary": "Where the job stands; a long poll with version and wait_seconds.",
         "description": "With `Accept: text/event-stream`, every change as an event.",
-        "parameters": parameters,
+        "parameters": query_parameters(),
         "responses": {"200": answer, **_refusals(*_ALWAYS)},
     }
 

@@ -1,13 +1,13 @@
-"""Who may command: roles of bearer tokens, of client certificates, and of this user's processes.
+"""Roles: which bearer tokens, client certificates and local users may send which commands.
 
 A token file has one line for each token, `ROLE[,ROLE] TOKEN [NAME]`:
 
-    # who watches
+    # dashboards
     read                 3q6Rr1i9yq2mJ0v8XcZb4w  dashboard
     read,yield,restore   Vw1nq7H0b5YkT2c9LzP8sd  scheduler
 
-Empty lines and those that begin with # are left out. The name is what the audit log says; a token
-without one is called by its line.
+Empty lines and those that begin with # are ignored. The name is for the audit log; the default is
+the line's number.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ROOT: Final = 0
 
 
 class Role(str, Enum):
-    """What somebody may do. Who may command may look at what became of it."""
+    """What a sender may do. One with any role may also read."""
 
     READ = "read"
     YIELD = "yield"
@@ -47,18 +47,18 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who sends a request.
+    """The sender of a request.
 
     Attributes:
         name: for the audit log and the limits: `token scheduler`, `certificate ops`, `uid 1000`.
-        roles: what it may do, as given; see `may`.
+        roles: as configured; see `may`.
     """
 
     name: str
     roles: frozenset[Role]
 
     def may(self, role: Role) -> bool:
-        """Whether it may do this."""
+        """Whether it may do what needs this role."""
         return role in self.roles or (role is Role.READ and bool(self.roles))
 
 
@@ -72,13 +72,13 @@ def parse_tokens(data: bytes) -> tuple[tuple[bytes, Principal], ...]:
     """The tokens of a file, see the module.
 
     Raises:
-        ValueError: a line that can not be used, by its number; or there is no token.
+        ValueError: a line that cannot be used, by its number; or there is no token.
     """
     try:
         text = data.decode("ascii")
     except UnicodeDecodeError:
-        raise ValueError("holds something else than ASCII") from None
-    found: dict[bytes, Principal] = {}
+        raise ValueError("is not ASCII") from None
+    tokens: dict[bytes, Principal] = {}
     for number, line in enumerate(text.split("\n"), 1):
         words = line.split()
         if not words or words[0].startswith("#"):
@@ -92,19 +92,19 @@ def parse_tokens(data: bytes) -> tuple[tuple[bytes, Principal], ...]:
                 f"line {number}: a token has {LEAST_TOKEN_CHARACTERS} to "
                 f"{_MAX_TOKEN_CHARACTERS} characters"
             )
-        if token in found:
-            raise ValueError(f"line {number}: this token stands on an earlier line too")
+        if token in tokens:
+            raise ValueError(f"line {number}: this token is also on an earlier line")
         name = words[2] if len(words) > _WORDS.start else f"line {number}"
-        found[token] = Principal(f"token {name}", roles)
-    if not found:
+        tokens[token] = Principal(f"token {name}", roles)
+    if not tokens:
         raise ValueError("holds no token")
-    if len(found) > _MAX_TOKENS:
+    if len(tokens) > _MAX_TOKENS:
         raise ValueError(f"holds more than {_MAX_TOKENS} tokens")
-    return tuple(found.items())
+    return tuple(tokens.items())
 
 
 def client_roles(words: Iterable[str]) -> tuple[frozenset[Role], Mapping[str, frozenset[Role]]]:
-    """(roles of every client certificate, roles of a common name besides those).
+    """(roles of every client certificate, additional roles by common name).
 
     Raises:
         ValueError: a word that is neither `role` nor `name=role`.
@@ -132,12 +132,12 @@ def _roles(words: Iterable[str], where: str) -> frozenset[Role]:
 
 
 class Gatekeeper:
-    """Tells who sends a request over TCP, or over this user's socket.
+    """Identifies the sender of a request, over TCP or over this user's socket.
 
-    A token file that vanishes or breaks later never opens the door: the last tokens stay valid.
+    Where the token file vanishes or becomes invalid later, the last tokens stay valid.
 
     Raises:
-        ServeError: a token, a token file or a list of roles that can not be used.
+        ServeError: a token, a token file or a list of roles that cannot be used.
     """
 
     def __init__(self, config: ControlConfig) -> None:
@@ -166,32 +166,29 @@ class Gatekeeper:
 
     @property
     def has_tokens(self) -> bool:
-        """Whether there are tokens at all."""
+        """Whether any token is configured."""
         return bool(self._fixed) or self._file is not None
 
     @property
     def has_client_roles(self) -> bool:
-        """Whether a client certificate may do anything."""
+        """Whether any client certificate has a role."""
         return bool(self._everyone) or bool(self._named)
 
     @staticmethod
     def local(peer: Peer) -> Principal | None:
-        """Who is at the other end of our Unix socket: this user or root, with all roles."""
+        """The sender over our Unix socket: this user or root, with all roles."""
         if peer.uid is None or peer.uid not in {os.geteuid(), _ROOT}:
             return None
         return Principal(f"uid {peer.uid}", frozenset(Role))
 
     def remote(self, peer: Peer, authorization: str) -> Principal | None:
-        """Who came over TCP, None where nobody vouches for them.
-
-        A token that is shown decides, also beside a certificate.
-        """
+        """The sender over TCP, None without valid credentials; a token before a certificate."""
         if authorization:
             return self._bearer(authorization)
         if peer.common_name is None:
             return None
         roles = self._everyone | self._named.get(peer.common_name, frozenset())
-        # the name stands in logs as it is
+        # the name is written to logs as it is
         name = printable(peer.common_name)
         return Principal(f"certificate {name}", roles) if roles else None
 
@@ -199,9 +196,9 @@ class Gatekeeper:
         from_file = () if self._file is None else self._file.value()
         scheme, _, shown = authorization.strip().partition(" ")
         offered = shown.strip().encode("latin-1", "replace")
-        found = None
-        # Every comparison runs, whatever the earlier ones said.
+        principal = None
+        # Always all comparisons, so that the time tells nothing.
         for token in (*self._fixed, *from_file):
             if hmac.compare_digest(token.value, offered):
-                found = token.principal
-        return found if scheme.lower() == "bearer" else None
+                principal = token.principal
+        return principal if scheme.lower() == "bearer" else None

@@ -25,7 +25,7 @@ from gpumem_otel.yielding.copy.placement import Item, memory_needed, parts_of, p
 from gpumem_otel.yielding.copy.prefetch import Prefetch, prefetch_bytes
 from gpumem_otel.yielding.copy.reload import Reload
 from gpumem_otel.yielding.copy.staging import Staging
-from gpumem_otel.yielding.engine.plan import bytes_by_class
+from gpumem_otel.yielding.plan import bytes_by_class
 from gpumem_otel.yielding.values import Phase, PhaseTime
 
 if TYPE_CHECKING:

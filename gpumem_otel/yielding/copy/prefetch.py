@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.base.threads import copying
 from gpumem_otel.yielding.copy.placement import Item, parts_of, place_first
-from gpumem_otel.yielding.engine.interrupts import Claim
+from gpumem_otel.yielding.signal_safe import Claim
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

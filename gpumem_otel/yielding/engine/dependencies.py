@@ -1,4 +1,4 @@
-"""What an engine of yields is made of."""
+"""What the engine of yields needs from other parts."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 
 @dataclass(kw_only=True)
 class YieldDependencies:
-    """What moves memory, and what is asked before.
+    """The parts that move memory or are asked before.
 
     Attributes:
-        checkpoint: None where there is none.
-        gate: None where nothing of ours runs beside the job.
-        world_size: ranks of the job, now.
-        why_not_now: what is under way that a yield would disturb, "" where nothing is.
-        usage: of the devices; raises nothing, () where it can not be read.
+        checkpoint: of the driver; None where there is none.
+        gate: None where no thread of ours reads the GPU.
+        world_size: current number of ranks of the job.
+        why_not_now: what a yield would disturb at the moment, "" for nothing.
+        usage: of the devices; raises nothing, () where it cannot be read.
         hints: what the job could do better, one line each.
     """
 
     finder: Finding
     offload: Offloading
     safe_points: SafePoints
-    stillness: Quiescence
+    quiescence: Quiescence
     callbacks: Callbacks
     clock: Clock
     checkpoint: Checkpointing | None = None

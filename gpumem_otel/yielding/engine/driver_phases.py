@@ -1,4 +1,4 @@
-"""The driver's checkpoint as one part of a yield, and the gate that keeps our own reads from it."""
+"""The driver's checkpoint as a part of a yield, and the gate that blocks our own reads."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _NO_DRIVER = "the driver's checkpoint is not part of this process"
 
 
 class DriverPhases:
-    """What the phases ask of it.
+    """The driver's checkpoint for the phases; does nothing where there is none.
 
     Args:
-        parts: of which it is the checkpoint and the gate.
+        parts: its checkpoint and gate are used.
     """
 
     def __init__(self, parts: YieldDependencies) -> None:
@@ -43,10 +43,10 @@ class DriverPhases:
         return "running" if self._checkpoint is None else self._checkpoint.state
 
     def refusal(self, request: YieldRequest) -> str | None:
-        """Why the process would not come back, "" where it would; None where nobody asks for it.
+        """Why the driver would not restore the process, "" where it would; None: not asked for.
 
         Raises:
-            YieldRefusedError: it would not, and nothing else was asked for.
+            YieldRefusedError: it would not, and level `process` was asked for.
         """
         if request.level is YieldLevel.TENSORS:
             return None
@@ -59,13 +59,13 @@ class DriverPhases:
 
     @contextmanager
     def made_ready(self, *, wanted: bool) -> Iterator[list[BaseException]]:
-        """Its helper starts beside what is done within, and is known to work when that is done.
+        """Start its helper while the block runs, and wait for it at the end of the block.
 
         Args:
-            wanted: else nothing is started.
+            wanted: whether to start it at all.
 
         Yields:
-            Filled at the end: what went wrong with the helper.
+            Errors of the helper; filled at the end.
         """
         errors: list[BaseException] = []
         checkpoint = self._checkpoint
@@ -76,7 +76,7 @@ class DriverPhases:
         def prepare() -> None:
             try:
                 checkpoint.prepare()
-            except BaseException as error:  # whatever it is: it is not ready
+            except BaseException as error:  # any error: it is not ready
                 errors.append(error)
 
         thread = threading.Thread(target=prepare, name="gpumem-otel-helper", daemon=True)
@@ -87,21 +87,21 @@ class DriverPhases:
             thread.join()
 
     def take(self, timeout_seconds: float, lease_seconds: float | None) -> PhaseTime:
-        """Take what the process has on its devices, `close_gate` before.
+        """Take what the process has on its devices; call `close_gate` before.
 
         Raises:
-            YieldRefusedError: it did not, and the process is as before.
-            YieldFailedError: it lost the process.
+            YieldRefusedError: the driver refused, and the process is as before.
+            YieldFailedError: the process's memory is lost.
         """
         if self._checkpoint is None:
             raise YieldRefusedError(f"yield: {_NO_DRIVER}")
         return self._checkpoint.lock_and_checkpoint(timeout_seconds, lease_seconds)
 
     def close_gate(self) -> None:
-        """Let no read of ours begin any more.
+        """Block our own reads, and wait for those that run.
 
         Raises:
-            YieldRefusedError: one did not end.
+            YieldRefusedError: one of them did not end.
         """
         gate = self._parts.gate
         if gate is None:
@@ -113,7 +113,7 @@ class DriverPhases:
             )
 
     def open_gate(self) -> None:
-        """Let them begin again, where the driver holds nothing."""
+        """Allow our own reads again, where the driver holds nothing."""
         gate = self._parts.gate
         if gate is not None and self._gate_closed and self.state == "running":
             self._gate_closed = False
@@ -123,15 +123,15 @@ class DriverPhases:
         """Give back what was taken; None where nothing was.
 
         Raises:
-            YieldRefusedError: not now; it stays as it is.
-            YieldFailedError: it is lost.
+            YieldRefusedError: not now; everything stays as it is.
+            YieldFailedError: the process's memory is lost.
         """
         if self._checkpoint is None or self._checkpoint.state == "running":
             return None
         return self._checkpoint.restore(wait_seconds)
 
     def undo(self, wait_seconds: float) -> None:
-        """Likewise after a failure, and end what was made ready and has nothing to do."""
+        """Restore after a failure, and end a helper that has nothing to do."""
         checkpoint = self._checkpoint
         if checkpoint is not None and checkpoint.state in {"locked", "checkpointed"}:
             checkpoint.restore(wait_seconds)

@@ -1,11 +1,11 @@
-"""Gives the memory of this process's GPUs back on command, and takes it again.
+"""Runs yields and restores of this process's GPU memory, one at a time.
 
     RUNNING -> YIELDING -> YIELDED -> RESTORING -> RUNNING
 
-One operation at a time; a command that repeats what runs, or asks for the state that is there, is
-given that operation. A yield that can not be finished is undone whole. A restore that finds the
-device taken leaves everything where it is, says so, and is tried again by the lease. FAILED is only
-where something is lost: the job then stays where it is, for it would compute with wrong numbers.
+A command that repeats the running operation, or asks for the current state, gets that operation. A
+yield that cannot be finished is undone completely. A restore that finds no room on the device
+changes nothing, reports that, and the lease tries again. In FAILED something is lost: the job stays
+stopped, since it would compute with wrong numbers.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING
 
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
-from gpumem_otel.yielding.engine.interrupts import THREAD_NAME, begin_aside
+from gpumem_otel.yielding.engine.interrupts import THREAD_NAME
 from gpumem_otel.yielding.engine.lease import Lease
 from gpumem_otel.yielding.engine.messages import kind_of, less_of, line_of, way_on
-from gpumem_otel.yielding.engine.operation_waiter import Caller
-from gpumem_otel.yielding.engine.operations import Board, Docket
+from gpumem_otel.yielding.engine.operation_waiter import OperationWaiter
+from gpumem_otel.yielding.engine.operations import CurrentOperation, StatusTracker
 from gpumem_otel.yielding.engine.phases import Phases, Urgency
 from gpumem_otel.yielding.engine.reports import dry_report, restore_report, yield_report
+from gpumem_otel.yielding.signal_safe import start_thread
 from gpumem_otel.yielding.values import (
     Operation,
     OperationState,
@@ -48,10 +49,10 @@ if TYPE_CHECKING:
 _log = named_logger("gpumem_otel.yield")
 
 LEASE_WAIT_SECONDS = 10.0
-"""How long a lease that ran out waits for device memory, each time that it tries."""
+"""How long a lease that has ended waits for device memory in each attempt."""
 
 _BY_THEMSELVES = frozenset({"SIGCONT", "signal"})
-"""Who asks for a restore and has nobody to ask again where the device is taken."""
+"""Sources of a restore that do not ask again where the device has no room."""
 
 
 class YieldEngine:
@@ -59,11 +60,11 @@ class YieldEngine:
 
     Args:
         parts: what moves memory.
-        counters: see `Board`.
+        counters: see `StatusTracker`.
         environ: of the process, for what may end a job that stands still.
 
     Attributes:
-        phases: one by one, for a coordinator; not to be mixed with the calls here.
+        phases: for a coordinator that runs them one by one; do not mix with the calls here.
     """
 
     def __init__(
@@ -72,10 +73,10 @@ class YieldEngine:
         self._parts = parts
         self._environ = environ
         self._clock = parts.clock
-        self._board = Board(parts.clock, counters)
-        self._docket = Docket(self._board)
-        self._caller = Caller(self._now, parts.safe_points, self._board)
-        self.phases = Phases(parts, self._board)
+        self._tracker = StatusTracker(parts.clock, counters)
+        self._current = CurrentOperation(self._tracker)
+        self._waiter = OperationWaiter(self._now, parts.safe_points, self._tracker)
+        self.phases = Phases(parts, self._tracker)
         self.phases.on_interrupt = self._interrupted
         if parts.checkpoint is not None:
             parts.checkpoint.on_restored = self._driver_restored
@@ -88,24 +89,24 @@ class YieldEngine:
         self._pid = os.getpid()
 
     def watch(self, on_phase: PhaseEnded, on_operation: Callable[[Operation, int], object]) -> None:
-        """Have each phase and each operation told when it has ended (time in ns since 1970)."""
-        self._board.on_phase.append(on_phase)
-        self._board.on_operation.append(on_operation)
+        """Call these for each phase and operation that has ended; times in ns since 1970."""
+        self._tracker.on_phase.append(on_phase)
+        self._tracker.on_operation.append(on_operation)
 
-    # what can be asked
+    # status
 
     @property
     def status(self) -> YieldStatus:
-        """The status now."""
-        return self._board.status
+        """The current status."""
+        return self._tracker.status
 
     def operation(self, operation_id: str) -> Operation | None:
         """See `YieldControl`."""
-        return self._board.operation(operation_id)
+        return self._tracker.operation(operation_id)
 
     def wait(self, version: int, seconds: float) -> YieldStatus:
         """See `YieldControl`."""
-        return self._board.wait(version, seconds)
+        return self._tracker.wait(version, seconds)
 
     # commands
 
@@ -118,42 +119,41 @@ class YieldEngine:
             operation = self._begin(uuid.uuid4().hex, request, who)
         try:
             self._spawn(partial(self._run, operation.id, request))
-        except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
+        except RuntimeError as error:  # no thread can be started: the interpreter may be ending
             self._end(operation.id, OperationState.REFUSED, error=str(error))
             raise YieldRefusedError(f"{operation.kind}: {error}; nothing was moved") from error
         return operation
 
     def yield_(self, request: YieldRequest, who: str = "job") -> YieldReport:
-        """Give memory back; returns once it is.
+        """Give memory back, and return once it is free.
 
-        Called by the job's own thread (as long as none has reached a safe point, the main thread)
-        this is the safe point itself. By another, it waits for one.
+        On the job's own thread (the main thread as long as none has reached a safe point) this call
+        is the safe point. On another thread it waits for one.
 
         Raises:
-            YieldRefusedError: it can not be, and everything is as it was.
+            YieldRefusedError: it cannot be done, and everything is as before.
             YieldFailedError: it ended in another state, which the message names.
-            BaseException: what a signal handler raised meanwhile: it is undone first, as far as the
-                device has room.
+            BaseException: what a signal handler raised meanwhile; the yield was undone first, as
+                far as the device has room.
         """
-        return self._caller.waits_for(request, who, self._caller.stands_here())
+        return self._waiter.run_and_wait(request, who, self._waiter.safe_point_here())
 
     def restore(self, request: RestoreRequest | None = None, who: str = "job") -> YieldReport:
-        """Take memory again; returns once it is there.
+        """Take memory again, and return once it is there.
 
         Raises:
-            YieldRefusedError: not now; it stays as it is.
+            YieldRefusedError: not now; everything stays as it is.
             YieldFailedError: something is lost.
-            BaseException: what a signal handler raised meanwhile: it is finished first.
+            BaseException: what a signal handler raised meanwhile; the restore was finished first.
         """
-        return self._caller.waits_for(request or RestoreRequest(), who)
+        return self._waiter.run_and_wait(request or RestoreRequest(), who)
 
     def close(self, seconds: float) -> None:
-        """The process ends, or uninstalls: nothing may be left that keeps it from it.
+        """The process ends, or uninstalls: leave nothing that keeps it from ending. Never raises.
 
-        What the driver holds is taken again in any case, since the process could not even end.
-        Tensors come back where a thread stands still for them; what the job's own thread gave back
-        by a call of its own stays away until it, or the lease, brings it back. Host memory is given
-        back once nothing is away. Never raises.
+        What the driver holds is restored in any case: the process could not end otherwise. Tensors
+        are restored where a stopped thread waits for them; what the job's own thread yielded stays
+        away until that thread or the lease restores it. Host memory is freed once nothing is away.
         """
         if self._pid != os.getpid():
             return
@@ -167,17 +167,16 @@ class YieldEngine:
             except Exception as error:
                 _log.warning("at the end of the process: %s", error)
             if checkpoint is not None:
-                # the keeper goes on trying: what the interpreter frees at its end waits for the
-                # driver
+                # the helper goes on trying: the interpreter's end waits for the driver
                 checkpoint.close()
-        self._caller.close()
+        self._waiter.close()
         with self._lock:
             self._closed = True
-            if self._docket.running is None:
+            if self._current.running is None:
                 self._give_host_back()
 
     def after_fork_in_child(self) -> None:
-        """A forked child holds nothing of its parent's memory; it must not speak to its keeper."""
+        """A forked child holds none of its parent's memory, and must not use its helper."""
         forget = getattr(self._parts.checkpoint, "forget_parent", None)
         if forget is not None:
             forget()
@@ -197,12 +196,14 @@ class YieldEngine:
         with self._ended_after(operation_id, request):
             with self._lock:
                 if unless is not None and unless.is_set():
-                    raise YieldRefusedError(f"{kind_of(request)}: asked by a lease that is over")
+                    raise YieldRefusedError(f"{kind_of(request)}: its lease is over")
                 known = self._same(request)
                 if known is not None and known.state is OperationState.RUNNING:
-                    raise YieldRefusedError(f"{known.kind}: {known.id} does just that; wait for it")
+                    raise YieldRefusedError(f"{known.kind}: {known.id} is running; wait for it")
                 if known is not None:
-                    return known.report or YieldReport(operation=known.id, state=self._board.state)
+                    return known.report or YieldReport(
+                        operation=known.id, state=self._tracker.state
+                    )
                 self._begin(operation_id, request, who, urgency)
             return self._run(operation_id, request, here=here)
 
@@ -210,11 +211,11 @@ class YieldEngine:
     def _ended_after(
         self, operation_id: str, request: YieldRequest | RestoreRequest
     ) -> Iterator[None]:
-        """Whatever is raised wherever: an operation never stays under way, nor the job parked."""
+        """Whatever is raised: the operation ends, and the job does not stay stopped."""
         try:
             yield
         finally:
-            if self._docket.runs(operation_id):
+            if self._current.runs(operation_id):
                 left = ""
                 if isinstance(request, YieldRequest):
                     self._lease.stop()
@@ -226,10 +227,10 @@ class YieldEngine:
                 self.phases.let_interrupts_through()
 
     def _same(self, request: YieldRequest | RestoreRequest) -> Operation | None:
-        """The operation that a command repeats; None where it is another."""
+        """The operation that a command repeats; None where it is a new one."""
         if self._pid != os.getpid():
             raise YieldRefusedError("yield: a forked child holds nothing of its parent's memory")
-        return self._docket.repeated(request)
+        return self._current.repeated(request)
 
     def _begin(
         self,
@@ -241,15 +242,17 @@ class YieldEngine:
         operation = Operation(
             id=operation_id, kind=kind_of(request), state=OperationState.RUNNING, who=who
         )
-        self._docket.begin(operation, request)
+        self._current.begin(operation, request)
         self.phases.urgency = urgency or Urgency()
-        self._board.put(operation)
+        self._tracker.put(operation)
         if isinstance(request, RestoreRequest):
-            self._board.enter(YieldState.RESTORING, f"asked by {who}")
+            self._tracker.enter(YieldState.RESTORING, f"asked by {who}")
         elif not request.dry_run:
             self._lease.stop()  # of whatever was yielded before
             self._evicted = False
-            self._board.enter(YieldState.YIELDING, f"asked by {who}", reason="", lease_expiry_ns=0)
+            self._tracker.enter(
+                YieldState.YIELDING, f"asked by {who}", reason="", lease_expiry_ns=0
+            )
         return operation
 
     def _run(
@@ -279,10 +282,10 @@ class YieldEngine:
             self.phases.release()
             self.phases.checkpoint()
             report = yield_report(operation_id, self.phases, self._parts, self._environ)
-            self._parts.safe_points.speaks(self.phases.parked)
+            self._parts.safe_points.set_owner(self.phases.parked)
             lease = request.lease_seconds
             expiry = 0 if lease is None else self._clock.time_ns() + round(lease * 1e9)
-            if lease is not None:  # before it has ended: a restore that is quicker stops it
+            if lease is not None:  # before the operation ends: an early restore stops the lease
                 self._lease.start(lease)
         except BaseException as error:
             raised = self._undone(operation_id, error, began=began)
@@ -299,7 +302,7 @@ class YieldEngine:
         return report
 
     def _undone(self, operation_id: str, error: BaseException, *, began: bool) -> BaseException:
-        """Undo a yield, and what to raise for it."""
+        """Undo a yield; returns what to raise."""
         self._lease.stop()
         left = self.phases.rollback()
         state = self.phases.where()
@@ -325,7 +328,7 @@ class YieldEngine:
     def _undone_but_zeros(
         self, operation_id: str, error: BaseException, message: str
     ) -> BaseException:
-        """The job goes on, and not as before: it has to be told, whoever asked for the yield."""
+        """The job goes on with other contents: it is told, whoever asked for the yield."""
         message += " and are zeros now"
         self._end(operation_id, OperationState.FAILED, error=message, reason=message)
         self._evict(message)
@@ -344,7 +347,7 @@ class YieldEngine:
                 self._bring_back(request)
             except Exception:
                 raise
-            except BaseException as error:  # the job is interrupted: its unwinding needs memory
+            except BaseException as error:  # an interrupt: the job needs its memory to unwind
                 interrupt = error
                 self._bring_back(request)
         except BaseException as error:
@@ -358,7 +361,7 @@ class YieldEngine:
         if state is YieldState.YIELDED:
             away = ", ".join(sorted({**offload.held_bytes, **offload.discarded_bytes}))
             phases.notes.append(f"still away: {away}")
-            self._docket.yielded = None  # a yield of all of it is not there any more
+            self._current.yielded = None  # only a part of it is still yielded
         else:
             self._lease.stop()
         report = restore_report(
@@ -379,10 +382,10 @@ class YieldEngine:
         self.phases.verify()
 
     def _not_restored(self, operation_id: str, error: BaseException) -> BaseException:
-        """A restore that did not come to its end, and what to raise for it."""
-        interrupt = self._finish()  # where everything is back all the same
+        """A restore failed; returns what to raise."""
+        interrupt = self._finish()  # does something where everything is back all the same
         state = self.phases.where()
-        operation = self._board.operation(operation_id)
+        operation = self._tracker.operation(operation_id)
         who = "" if operation is None else operation.who
         if state is YieldState.RUNNING:
             self._lease.stop()
@@ -411,22 +414,22 @@ class YieldEngine:
         error: str = "",
         **changes: object,
     ) -> None:
-        """Nothing runs any more: say it in one change, then let the job's thread go where it may.
+        """End the operation in one change of the status, then let the job's thread go if possible.
 
-        The state is that of the facts, whatever was intended.
+        The state follows from what the host and the driver hold.
         """
-        operation = self._board.operation(operation_id)
+        operation = self._tracker.operation(operation_id)
         offload = self._parts.offload
         ended: Operation | None = None
         with self._lock:
             if self._closed:
                 self._give_host_back()
             state = self.phases.where()
-            if state is YieldState.RUNNING:  # however it came to that
+            if state is YieldState.RUNNING:
                 changes |= {"lease_expiry_ns": 0, "residual_bytes": MappingProxyType({})}
             if operation is not None:
-                self._docket.note(operation)
-                ended = self._board.end(
+                self._current.remember(operation)
+                ended = self._tracker.end(
                     operation,
                     outcome,
                     state,
@@ -436,12 +439,12 @@ class YieldEngine:
                     **changes,
                 )
             self.phases.let_go()
-            self._docket.running = None  # last: what is interrupted before is done again
+            self._current.running = None  # last: after an interrupt before this, it is done again
         if ended is not None:
-            self._board.tell(ended)
+            self._tracker.notify(ended)
 
     def _finish(self) -> BaseException | None:
-        """Tell the callbacks; what interrupted that, for the operation comes to its end first."""
+        """Call `after_restore`; returns what interrupted that, since the operation ends first."""
         try:
             self.phases.finish()
         except BaseException as error:
@@ -456,10 +459,10 @@ class YieldEngine:
         except Exception:
             _log.warning("host memory could not be given back", exc_info=True)
 
-    # by itself
+    # without a command
 
     def _lease_ended(self, stopped: threading.Event) -> bool:
-        """Whether nothing more is to be done."""
+        """Restore; whether nothing more is to be done."""
         request = RestoreRequest(wait_seconds=LEASE_WAIT_SECONDS)
         try:
             self._now(request, "lease", unless=stopped)
@@ -467,28 +470,28 @@ class YieldEngine:
             _log.info("the lease has ended: %s", error)
         except Exception as error:
             _log.warning("the lease has ended: %s", error)
-        return self._board.state in {YieldState.RUNNING, YieldState.FAILED}
+        return self._tracker.state in {YieldState.RUNNING, YieldState.FAILED}
 
     def _driver_restored(self, took: PhaseTime) -> None:  # noqa: ARG002 - as it is called
-        """The helper that keeps the driver's lease gave the process back: the tensors follow."""
+        """The helper restored the driver's part when the lease ended: the tensors follow."""
         self._lease.start(0.0)
 
     def _driver_waits(self, why: str) -> None:
-        self._board.update(reason=why)
+        self._tracker.update(reason=why)
         self._spawn(partial(self._evict, why))
 
     def _waits_for_room(self, why: str) -> None:
-        if self._board.state is YieldState.RESTORING:
-            self._board.update(reason=why)
+        if self._tracker.state is YieldState.RESTORING:
+            self._tracker.update(reason=why)
 
     def _interrupted(self) -> None:
-        """On the stopped thread: a signal handler raised there, and waits for its memory."""
+        """On the stopped thread: a signal handler raised there, and the memory is needed."""
         self.phases.urgency.interrupt()
-        begin_aside(partial(_quietly, self._restore_for_interrupt), THREAD_NAME)
+        start_thread(partial(_quietly, self._restore_for_interrupt), THREAD_NAME)
 
     def _restore_for_interrupt(self) -> None:
-        while (status := self._board.status).state not in {YieldState.RUNNING, YieldState.FAILED}:
-            if self._docket.running is not None:
+        while (status := self._tracker.status).state not in {YieldState.RUNNING, YieldState.FAILED}:
+            if self._current.running is not None:
                 self.wait(status.version, 1.0)
                 continue
             try:
@@ -500,7 +503,7 @@ class YieldEngine:
                     return  # the lease goes on
 
     def _evict(self, reason: str) -> None:
-        """Tell the job, once for each yield, that its memory is not back when it should be."""
+        """Call `on_evict`, once for each yield: the memory is not back when it should be."""
         if not self._evicted:
             self._evicted = True
             self._parts.callbacks.evict(reason)
@@ -514,5 +517,5 @@ class YieldEngine:
 def _quietly(action: Callable[[], object]) -> None:
     try:
         action()
-    except Exception as error:  # told by its operation
+    except Exception as error:  # its operation reports it
         _log.debug("%s", error)

@@ -1,9 +1,11 @@
-"""An operation on a thread of ours, while the main thread that asked for it waits.
+"""Runs an operation on a thread of ours while the main thread, which asked for it, waits.
 
-Python runs signal handlers on the main thread, between any two of its lines. What one raises (a
-Ctrl-C, the end that a launcher asks for) leaves half done whatever those lines were at: a lock of
-`threading` taken for ever, a thread that was started and that nobody knows, host memory that is
-pinned and belongs to nobody. So no line of an operation runs there.
+Python runs signal handlers on the main thread. What one raises (Ctrl-C, a launcher's SIGTERM) would
+leave an operation half done: a lock taken for ever, a thread or pinned host memory that nothing
+refers to. So no line of an operation runs there.
+
+The job's handlers are not replaced while it waits: `signal.signal` would undo what C code has set
+for a signal (faulthandler, asyncio's SA_RESTART, a library's own handler) beyond repair.
 """
 
 from __future__ import annotations
@@ -12,142 +14,26 @@ import contextvars
 import logging
 import os
 import threading
-import time
 import weakref
-from _thread import start_new_thread
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.yielding.engine.messages import WITHOUT
+from gpumem_otel.yielding.signal_safe import Claim, SafeEvent, log_on_thread, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpumem_otel.base.logs import NamedLogger
-
-# An event, and whose turn it is, that interrupts can not break.
-
-_SLICE_SECONDS: Final = 0.5
-"""How late a signal is handled that the kernel gave to another thread: then nothing interrupts the
-wait of the main thread, which alone runs handlers. SIGCONT to a stopped process is such a one."""
-
-
-class Latch:
-    """Opens once, for all who wait.
-
-    `threading.Event` takes and lets go of its lock in Python: what a signal handler raises between
-    two of those lines leaves it taken, and every other thread waits for it for ever. A
-    `SimpleQueue` does both in C.
-    """
-
-    def __init__(self) -> None:
-        self._open = False
-        self._told: SimpleQueue[None] = SimpleQueue()
-
-    def is_set(self) -> bool:
-        """Whether it is open."""
-        return self._open
-
-    def set(self) -> None:
-        """Open it."""
-        self._open = True
-        self._told.put(None)
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Until it is open, at most so long; whether it is.
-
-        Raises:
-            BaseException: what a signal handler raised, on the main thread.
-        """
-        ends = None if seconds is None else time.monotonic() + seconds
-        while not self._open:
-            left = _SLICE_SECONDS
-            if ends is not None:
-                left = min(ends - time.monotonic(), left)
-                if left <= 0:
-                    return False
-            try:
-                self._told.get(timeout=left)
-            except Empty:
-                continue
-            self._told.put(None)  # the next who waits
-        return True
-
-
-class Claim(dict[None, str]):
-    """Goes to whoever asks for it first, and stays with it.
-
-    A dict, so that no line of ours runs when one is made.
-    """
-
-    def goes_to(self, who: str) -> bool:
-        """Whether it is this one's: said in one step, whoever else asks; the same each time."""
-        return self.setdefault(None, who) == who
-
-
-# Threads that are begun by one that may be interrupted at any moment.
-
-
-def begin_aside(action: Callable[[], object], name: str) -> None:
-    """Begin it on a thread of ours, in one call that does its work in C.
-
-    The start of a `threading.Thread` takes and lets go of locks in Python: what a signal handler
-    raises between two of those lines leaves one taken, and all other threads wait for it for ever.
-
-    Raises:
-        RuntimeError: no thread can be started.
-    """
-    start_new_thread(_begin, (action, name))
-
-
-def log_aside(
-    log: NamedLogger, level: int, message: str, *arguments: object, wait_seconds: float = 0.0
-) -> None:
-    """Log it on a thread of ours: a handler of `logging` has such a lock too.
-
-    Args:
-        log: whose line it is.
-        level: of `logging`.
-        message: for `arguments`.
-        arguments: of the message.
-        wait_seconds: until it is written, at most: the process may end right after.
-    """
-    written = Latch()
-    with suppress(RuntimeError):  # no thread can be started
-        begin_aside(partial(_log_held, written, log, level, message, arguments), "gpumem-otel-log")
-        written.wait(wait_seconds)
-
-
-def _begin(action: Callable[[], object], name: str) -> None:
-    """On a thread that `threading` does not know, and would make an entry for that stays."""
-    try:
-        threading.Thread(target=action, name=name, daemon=True).start()
-    except RuntimeError:  # there was room for this one alone
-        action()
-
-
-def _log_held(
-    written: Latch, log: NamedLogger, level: int, message: str, arguments: tuple[object, ...]
-) -> None:
-    try:
-        log.log(level, message, *arguments)
-    except Exception:  # the job's handlers and filters
-        return
-    finally:
-        written.set()
-
-
 _log = named_logger("gpumem_otel.yield")
 
-PATIENCE: Final = 2
-"""Interrupts that wait for the end of the operation; the next one gets through."""
+HELD_INTERRUPTS: Final = 2
+"""So many interrupts are held until the operation has ended; the next one is raised at once."""
 
 THREAD_NAME: Final = "gpumem-otel-yield"
-"""Of each thread that does an operation."""
+"""Of each thread that runs an operation."""
 
 _THREAD: Final = "thread"
 _CALLER: Final = "caller"
@@ -158,35 +44,34 @@ _Result = TypeVar("_Result")
 
 
 def graver(first: BaseException | None, error: BaseException) -> BaseException:
-    """Which of two interrupts is raised: the first, but the process's end rather than an error."""
+    """Which of two interrupts is raised: the first, unless only the second ends the process."""
     if first is None or (isinstance(first, Exception) and not isinstance(error, Exception)):
         return error
     return first
 
 
 @dataclass(slots=True)
-class Ended(Generic[_Result]):
-    """An operation, and how it ended.
+class PendingOperation(Generic[_Result]):
+    """An operation that a thread waits for, and how it ended.
 
     Attributes:
         results: what it returned, the only item.
         error: what it raised.
-        interrupt: what a signal handler raised in the caller meanwhile, see `graver`.
-        times: how many there were.
-        done: it has ended.
-        turn: whose it is to say whether it begins.
+        interrupt: what a signal handler raised in the waiting thread, see `graver`.
+        interrupts: how many there were.
+        claim: whether it begins: the thread's, or the caller's who gives it up.
     """
 
     results: list[_Result] = field(default_factory=list)
     error: BaseException | None = None
     interrupt: BaseException | None = None
-    times: int = 0
-    done: Latch = field(default_factory=Latch)
-    turn: Claim = field(default_factory=Claim)
+    interrupts: int = 0
+    done: SafeEvent = field(default_factory=SafeEvent)
+    claim: Claim = field(default_factory=Claim)
 
-    def interrupted(self, error: BaseException) -> None:
-        """One more."""
-        self.times += 1
+    def add_interrupt(self, error: BaseException) -> None:
+        """A signal handler raised in the waiting thread."""
+        self.interrupts += 1
         self.interrupt = graver(self.interrupt, error)
 
     def result(self) -> _Result:
@@ -197,10 +82,10 @@ class Ended(Generic[_Result]):
         try:
             raise error
         finally:
-            del error  # a circle of frames would keep what they hold
+            del error  # a circle of frames would keep what they refer to
 
     def run(self, context: contextvars.Context, action: Callable[[], _Result]) -> None:
-        """Do it, with its end said whatever it raises."""
+        """Run it, and note how it ended."""
         try:
             self.results.append(context.run(action))
         except BaseException as error:
@@ -208,13 +93,13 @@ class Ended(Generic[_Result]):
         self.done.set()
 
 
-class Apart:
-    """The thread, which stays: each start of one on the main thread is open to interrupts."""
+class OperationThread:
+    """One thread for all operations of the main thread, since its start can be interrupted."""
 
     def __init__(self) -> None:
-        self._begin_anew()
+        self._reset()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._pid = os.getpid()
         self._has_thread = False
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -224,87 +109,87 @@ class Apart:
     def run(
         self,
         action: Callable[[], _Result],
-        ended: Ended[_Result],
-        interrupted: Callable[[], object],
+        pending: PendingOperation[_Result],
+        on_interrupt: Callable[[], object],
     ) -> None:
-        """Do it; returns when it has ended, interrupts or not.
+        """Run it, and return when it has ended, interrupts or not.
 
-        Called by another thread than the main one, or where none can be started, it is done right
-        here.
+        On another thread than the main one, or where no thread can be started, it runs right here.
 
         Args:
             action: sees the caller's context variables.
-            ended: says how.
-            interrupted: told on the main thread that it is waited for after an interrupt; once more
-                where that was interrupted.
+            pending: takes how it ended.
+            on_interrupt: called on the main thread after the first interrupt; once more where the
+                call was interrupted.
 
         Raises:
-            BaseException: the third interrupt: the caller goes on, and so does the operation.
+            BaseException: the third interrupt; the operation goes on.
         """
         if threading.current_thread() is not threading.main_thread():
-            ended.run(contextvars.copy_context(), action)
+            pending.run(contextvars.copy_context(), action)
             return
         try:
-            self._send(action, ended)
+            self._send(action, pending)
         except BaseException as error:
-            ended.interrupted(error)
-        self.wait(ended, interrupted)
+            pending.add_interrupt(error)
+        self.wait(pending, on_interrupt)
 
-    def wait(self, ended: Ended[Any], interrupted: Callable[[], object]) -> None:
-        """Until it has ended, interrupts or not: the rest of `run`, for whoever fell out of it.
+    def wait(self, pending: PendingOperation[Any], on_interrupt: Callable[[], object]) -> None:
+        """Wait until it has ended; also for a caller whose `run` was interrupted.
 
         Raises:
             BaseException: the third interrupt.
         """
-        told = False
+        reported = False
         while True:
             try:
-                if ended.times and not told:
-                    if ended.turn.goes_to(_CALLER):
-                        return  # it was not begun, and never will be
-                    interrupted()
-                    told = True
-                if ended.done.wait():
+                if pending.interrupts and not reported:
+                    if pending.claim.goes_to(_CALLER):
+                        return  # it had not begun, and never will
+                    on_interrupt()
+                    reported = True
+                if pending.done.wait():
                     return
             except BaseException as error:  # noqa: PERF203 - waits, and is seldom interrupted
-                ended.interrupted(error)
-                if ended.times > PATIENCE:
-                    log_aside(_log, logging.ERROR, WITHOUT, type(error).__name__, wait_seconds=1.0)
+                pending.add_interrupt(error)
+                if pending.interrupts > HELD_INTERRUPTS:
+                    name = type(error).__name__
+                    log_on_thread(_log, logging.ERROR, WITHOUT, name, wait_seconds=1.0)
                     raise
 
     def close(self) -> None:
-        """The thread ends once it has nothing to do; the next operation has another."""
+        """End the thread once it has nothing to do; the next operation starts another."""
         end = self._end
-        self._begin_anew()
+        self._reset()
         end()
 
-    def _send(self, action: Callable[[], _Result], ended: Ended[_Result]) -> None:
+    def _send(self, action: Callable[[], _Result], pending: PendingOperation[_Result]) -> None:
         context = contextvars.copy_context()
 
         def job() -> None:
-            if ended.turn.goes_to(_THREAD):
-                ended.run(context, action)
+            if pending.claim.goes_to(_THREAD):
+                pending.run(context, action)
 
         try:
             self._have_thread()
         except RuntimeError as error:
             if _NO_THREAD not in str(error):  # a signal handler's
                 raise
-            _log.debug("no thread can be started, for one at the interpreter's end")
+            _log.debug("no thread can be started, for example because the interpreter ends")
             job()
         else:
             self._jobs.put(job)
 
     def _have_thread(self) -> None:
-        if self._pid != os.getpid():  # that of the parent is not here
-            self._begin_anew()
+        if self._pid != os.getpid():  # a forked child does not have its parent's thread
+            self._reset()
         if not self._has_thread:
-            begin_aside(partial(_serve, self._jobs), THREAD_NAME)
+            start_thread(partial(_serve, self._jobs), THREAD_NAME)
             self._has_thread = True
 
 
 def _serve(jobs: SimpleQueue[Callable[[], None] | None]) -> None:
     while (job := jobs.get()) is not None:
         job()
-        del job  # holds what it was given
-    jobs.put(None)  # for a second one, where an interrupt came right after its start
+        del job  # it refers to the request
+    jobs.put(None)  # for a second thread, where an interrupt came right after the start of one

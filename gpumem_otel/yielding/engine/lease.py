@@ -1,4 +1,4 @@
-"""Brings the memory back by itself when a lease runs out, and tries again where that fails."""
+"""Restores the memory when a lease ends, and tries again where that fails."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Lease:
     """One daemon thread while a lease runs.
 
     Args:
-        restore: tries to bring the memory back, unless the event that it is given is set (the lease
-            was stopped); whether no more is to be done. Must not raise.
+        restore: tries to restore the memory, unless its argument is set (the lease was stopped);
+            whether nothing more is to be done. Must not raise.
         clock: time.
     """
 
@@ -33,7 +33,7 @@ class Lease:
         self._ends = threading.Event()
 
     def start(self, seconds: float) -> None:
-        """The lease ends in so many seconds, and no earlier one counts."""
+        """Replace the lease by one that ends in so many seconds."""
         self.stop()
         self._ends = threading.Event()
         threading.Thread(
@@ -41,14 +41,14 @@ class Lease:
         ).start()
 
     def try_again(self) -> None:
-        """Soon: nobody else would bring the memory back once there is room."""
+        """Try soon: nothing else would restore the memory once there is room."""
         try:
             self.start(FIRST_BACK_OFF_SECONDS)
-        except RuntimeError as error:  # no thread can be started, for one at the interpreter's end
+        except RuntimeError as error:  # no thread can be started: the interpreter may be ending
             _log.warning("a restore is not tried again: %s", error)
 
     def stop(self) -> None:
-        """There is no lease any more."""
+        """End the lease without a restore."""
         self._ends.set()
 
     def _run(self, ends: threading.Event, seconds: float) -> None:

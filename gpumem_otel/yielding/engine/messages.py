@@ -1,4 +1,4 @@
-"""What the engine says about requests, states and errors."""
+"""Words of the engine for requests, states and errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def line_of(kind: str, error: BaseException) -> str:
 
 
 def way_on(state: YieldState) -> str:
-    """What to do in the state that is left by an error."""
+    """What to do in the state that an error leaves."""
     return {
         YieldState.YIELDED: "nothing is lost: restore() once the device has room",
         YieldState.FAILED: "the job must be started again",

@@ -1,8 +1,7 @@
-"""The thread that asks for an operation and waits until it has ended.
+"""The thread that asks for an operation: it waits for its end, and holds interrupts meanwhile.
 
-A thread of ours does what the main thread asks for (`apart.py`). What a signal handler raises
-meanwhile is held until the operation has ended, and a yield is undone: the job's unwinding needs
-its memory. Every line here that runs on the main thread may be the one that is interrupted.
+What a signal handler raises is held until the operation has ended; a yield is undone, since the job
+needs its memory to unwind. Every line here that runs on the main thread may be interrupted.
 """
 
 from __future__ import annotations
@@ -14,56 +13,62 @@ from typing import TYPE_CHECKING, Protocol
 
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import GpumemError, YieldFailedError, YieldRefusedError
-from gpumem_otel.yielding.engine.interrupts import PATIENCE, Apart, Ended, log_aside
+from gpumem_otel.yielding.engine.interrupts import (
+    HELD_INTERRUPTS,
+    OperationThread,
+    PendingOperation,
+)
 from gpumem_otel.yielding.engine.messages import gives, way_on
 from gpumem_otel.yielding.engine.phases import Urgency
+from gpumem_otel.yielding.signal_safe import log_on_thread
 from gpumem_otel.yielding.values import RestoreRequest, YieldState
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from gpumem_otel.yielding.engine.operations import Board
+    from gpumem_otel.yielding.engine.operations import StatusTracker
     from gpumem_otel.yielding.engine.safepoint import SafePoints, StopRequest
     from gpumem_otel.yielding.values import YieldReport, YieldRequest
 
 _log = named_logger("gpumem_otel.yield")
 
 
-class Operate(Protocol):
-    """One operation."""
+class RunOperation(Protocol):
+    """Runs one operation on the calling thread, from its beginning to its end."""
 
-    def __call__(
+    def __call__(  # noqa: D102 - see the class
         self,
         request: YieldRequest | RestoreRequest,
         who: str,
         *,
         here: Callable[[], StopRequest] | None = None,
         urgency: Urgency,
-    ) -> YieldReport:
-        """Done by the thread that calls, from its beginning to its end."""
-        ...
+    ) -> YieldReport: ...
 
 
-class Caller:
-    """Whichever thread asks; several may at once.
+class OperationWaiter:
+    """Runs operations for the threads that ask; several may at once.
 
     Args:
-        operate: one operation, with an urgency that is its own: an interrupt of this caller
-            cancels nobody else's.
+        operate: runs one operation; its urgency is its own, so that an interrupt of this caller
+            cancels no other operation.
         safe_points: know the job's thread, and whether it is between two pieces of work.
-        board: says whether memory is away.
+        tracker: knows whether memory is away.
     """
 
-    def __init__(self, operate: Operate, safe_points: SafePoints, board: Board) -> None:
+    def __init__(
+        self, operate: RunOperation, safe_points: SafePoints, tracker: StatusTracker
+    ) -> None:
         self._operate = operate
         self._safe_points = safe_points
-        self._board = board
-        self._apart = Apart()
+        self._tracker = tracker
+        self._thread = OperationThread()
 
-    def stands_here(self) -> Callable[[], StopRequest] | None:
-        """Whether the calling thread is at a safe point, said where the operation asks for it.
+    def safe_point_here(self) -> Callable[[], StopRequest] | None:
+        """Gives the calling thread's safe point, or raises why it is at none.
 
-        None where it is not the job's: as long as none has reached one, the main thread is.
+        None where it is not the job's thread; before any thread has reached a safe point, the main
+        thread counts as the job's.
         """
         job = self._safe_points.owner or threading.main_thread()
         if job is not threading.current_thread():
@@ -79,64 +84,64 @@ class Caller:
             return refuse
         return lambda: parked
 
-    def waits_for(
+    def run_and_wait(
         self,
         request: YieldRequest | RestoreRequest,
         who: str,
         here: Callable[[], StopRequest] | None = None,
     ) -> YieldReport:
-        """The operation, on a thread of ours where the main thread asks for it.
+        """Run the operation, on a thread of ours where the main thread asks for it.
 
         Raises:
-            BaseException: what a signal handler raised meanwhile, once it has ended, and it was
-                tried to undo a yield; or what the operation raised.
+            BaseException: what the operation raised; or what a signal handler raised meanwhile,
+                once the operation has ended and a yield was undone as far as possible.
         """
         urgency, failed = Urgency(), None
-        ended: Ended[YieldReport] = Ended()
+        pending: PendingOperation[YieldReport] = PendingOperation()
         try:
             try:
-                action = partial(self._now_or_undone, request, who, here, urgency)
-                self._apart.run(action, ended, partial(_interrupted, urgency))
-                if ended.interrupt is None:
-                    failed = ended.error
-                    return ended.result()
-            except BaseException as error:  # an interrupt, in whichever of these lines
+                action = partial(self._run_or_undo, request, who, here, urgency)
+                self._thread.run(action, pending, partial(_interrupted, urgency))
+                if pending.interrupt is None:
+                    failed = pending.error
+                    return pending.result()
+            except BaseException as error:  # an interrupt, in any of these lines
                 if error is failed:
                     raise
-                ended.interrupted(error)
-            self._unwind(request, ended, urgency)
-        except BaseException as error:  # the second, in whichever of those
+                pending.add_interrupt(error)
+            self._unwind(request, pending, urgency)
+        except BaseException as error:  # the second interrupt, in any of those
             if error is failed:
                 raise
-            ended.interrupted(error)
-            self._unwind(request, ended, urgency)
-        raise ended.interrupt or KeyboardInterrupt()
+            pending.add_interrupt(error)
+            self._unwind(request, pending, urgency)
+        raise pending.interrupt or KeyboardInterrupt()
 
     def close(self) -> None:
-        """The thread of ours ends once it has nothing to do; the next operation has another."""
-        self._apart.close()
+        """End the thread once it has nothing to do; the next operation starts another."""
+        self._thread.close()
 
     def _unwind(
         self,
         request: YieldRequest | RestoreRequest,
-        ended: Ended[YieldReport],
+        pending: PendingOperation[YieldReport],
         urgency: Urgency,
     ) -> None:
-        """The memory first, since the job's unwinding needs it; done twice it is done once."""
+        """Bring the memory back; a second call does nothing more."""
         urgency.interrupt()
-        if ended.times <= PATIENCE:
-            self._apart.wait(ended, lambda: None)
-        lacks = bool(ended.results) if gives(request) else not ended.done.is_set()
-        while lacks and ended.times <= PATIENCE:
-            again: Ended[None] = Ended()
-            self._apart.run(self._take_again, again, lambda: None)
+        if pending.interrupts <= HELD_INTERRUPTS:
+            self._thread.wait(pending, lambda: None)
+        away = bool(pending.results) if gives(request) else not pending.done.is_set()
+        while away and pending.interrupts <= HELD_INTERRUPTS:
+            again: PendingOperation[None] = PendingOperation()
+            self._thread.run(self._restore, again, lambda: None)
             if again.done.is_set():
                 return
-            ended.times += again.times  # it was not begun
+            pending.interrupts += again.interrupts  # it had not begun
 
-    # on the thread of ours
+    # on the operation's thread
 
-    def _now_or_undone(
+    def _run_or_undo(
         self,
         request: YieldRequest | RestoreRequest,
         who: str,
@@ -144,22 +149,21 @@ class Caller:
         urgency: Urgency,
     ) -> YieldReport:
         report = self._operate(request, who, here=here, urgency=urgency)
-        if urgency.cancelled and gives(request):  # it was too late to give it up
-            self._take_again()
-            raise self._taken_again()  # no result: that would still have to be undone
+        if urgency.cancelled and gives(request):  # too late to give it up
+            self._restore()
+            raise self._undone()  # no result: that would have to be undone once more
         return report
 
-    def _taken_again(self) -> GpumemError:
-        """What a caller hears who was not interrupted: it was the thread that stands still."""
-        state = self._board.state
+    def _undone(self) -> GpumemError:
+        """For a caller who was not interrupted: the thread that stands still was."""
+        state = self._tracker.state
         why = "yield: the job was interrupted"
         if state is YieldState.RUNNING:
             return YieldRefusedError(f"{why}; its memory is back, and it goes on as before")
         return YieldFailedError(f"{why}; the state is {state.value}, {way_on(state)}")
 
-    def _take_again(self) -> None:
-        """For a caller who was interrupted."""
-        if self._board.state is YieldState.YIELDED:
+    def _restore(self) -> None:
+        if self._tracker.state is YieldState.YIELDED:
             try:
                 self._operate(RestoreRequest(), "signal", urgency=Urgency(hurried=True))
             except Exception as error:
@@ -167,7 +171,7 @@ class Caller:
 
 
 def _interrupted(urgency: Urgency) -> None:
-    """On the main thread, which waits on."""
+    """On the main thread, which goes on waiting."""
     urgency.interrupt()
-    first = "interrupted: the operation comes to its end first, a yield is undone"
-    log_aside(_log, logging.WARNING, first)
+    text = "interrupted: raised once the operation has ended; a yield is undone first"
+    log_on_thread(_log, logging.WARNING, text)

@@ -1,4 +1,4 @@
-"""What was asked of the engine: which operation runs, and which one a command repeats."""
+"""The status of yields, the operations, which one runs, and which one a command repeats."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import YieldRefusedError
 from gpumem_otel.yielding.engine.messages import kind_of
+from gpumem_otel.yielding.request_fields import Repeat, Seconds, fields_of
 from gpumem_otel.yielding.values import (
     Operation,
     OperationState,
@@ -29,8 +30,7 @@ if TYPE_CHECKING:
 
     from gpumem_otel.base.counters import Counters
     from gpumem_otel.base.protocols import Clock
-
-# Where a process stands between yield and restore, for whoever asks; no torch, no CUDA.
+    from gpumem_otel.yielding.request_fields import RequestField
 
 PhaseEnded: TypeAlias = "Callable[[Operation | None, Phase, int, int, str], object]"
 """(operation, phase, began, ended, failure): nanoseconds since 1970, "" where it did not fail."""
@@ -41,8 +41,8 @@ _MOST_OPERATIONS: Final = 100
 _PROGRESS_SECONDS: Final = 0.1
 
 
-class Board:
-    """The status, its versions, and the last hundred operations.
+class StatusTracker:
+    """The status, its versions, and the last hundred operations; without torch or CUDA.
 
     Args:
         clock: time.
@@ -50,9 +50,9 @@ class Board:
             `yield_operations` by kind and outcome.
 
     Attributes:
-        on_phase: told of each phase, once its operation has ended where it is one of an operation:
-            the job may stand still until then.
-        on_operation: told of each operation when it has ended, and when that was.
+        on_phase: called for each phase when its operation has ended, since the job may stand still
+            until then.
+        on_operation: called for each operation when it has ended, with the time of that.
     """
 
     def __init__(self, clock: Clock, counters: Counters) -> None:
@@ -60,19 +60,19 @@ class Board:
         self._counters = counters
         self._changed = threading.Condition()
         self._operations: OrderedDict[str, Operation] = OrderedDict()
-        self._told = float("-inf")
-        self._untold: list[Callable[[], object]] = []
+        self._progress_at = float("-inf")
+        self._held_calls: list[Callable[[], object]] = []
         self.on_phase: list[PhaseEnded] = []
         self.on_operation: list[Callable[[Operation, int], object]] = []
         self.status = YieldStatus(since_ns=clock.time_ns())
 
     @property
     def state(self) -> YieldState:
-        """The state now."""
+        """The current state."""
         return self.status.state
 
     def update(self, **changes: Any) -> None:
-        """Change fields of the status; whoever waits hears of it."""
+        """Change fields of the status, and wake all who wait for a change."""
         with self._changed:
             self.status = replace(self.status, version=self.status.version + 1, **changes)
             self._changed.notify_all()
@@ -96,7 +96,7 @@ class Board:
     # operations
 
     def put(self, operation: Operation) -> None:
-        """Note what became of an operation."""
+        """Store an operation as it is now."""
         with self._changed:
             self._operations[operation.id] = operation
             while len(self._operations) > _MOST_OPERATIONS:
@@ -118,10 +118,10 @@ class Board:
         report: YieldReport | None,
         **changes: Any,
     ) -> Operation:
-        """An operation has ended and left this state: one change for whoever watches.
+        """An operation has ended and left this state, in one change of the status.
 
         Returns:
-            What became of it, for `tell`.
+            The operation, for `notify`.
         """
         operation = replace(operation, state=outcome, phase=None, error=error, report=report)
         self._counters.add("yield_operations", kind=operation.kind, outcome=outcome.value)
@@ -130,7 +130,7 @@ class Board:
             "%s %s asked by %s: %s%s",
             operation.kind,
             operation.id,
-            operation.who or "nobody",
+            operation.who or "unknown",
             outcome.value,
             f": {error}" if error else "",
         )
@@ -139,26 +139,26 @@ class Board:
         self.enter(state, error, operation=operation, **changes)
         return operation
 
-    def tell(self, ended: Operation) -> None:
-        """Whoever listens may take long: nobody is to wait for it, nor a lock to be held."""
-        untold, self._untold = self._untold, []
-        for phase in untold:
-            _tell(phase)
-        for told in self.on_operation:
-            _tell(partial(told, ended, self._clock.time_ns()))
+    def notify(self, ended: Operation) -> None:
+        """Call the listeners, which may take long: hold no lock, and nothing waits for it."""
+        calls, self._held_calls = self._held_calls, []
+        now_ns = self._clock.time_ns()
+        calls += [partial(listen, ended, now_ns) for listen in self.on_operation]
+        for call in calls:
+            _call(call)
 
     def progress(self, done: int, total: int) -> None:
-        """Of the running operation; told ten times a second at most, and the last of it."""
+        """Show the progress of the running operation: ten times a second at most, and its end."""
         operation = self.status.operation
         now = self._clock.monotonic()
-        if operation is None or (now - self._told < _PROGRESS_SECONDS and done < total):
+        if operation is None or (now - self._progress_at < _PROGRESS_SECONDS and done < total):
             return
-        self._told = now
+        self._progress_at = now
         self.put(replace(operation, done_bytes=done, total_bytes=total))
 
     @contextmanager
     def phase(self, phase: Phase) -> Iterator[None]:
-        """Time a phase, whatever becomes of it."""
+        """Time a phase, also one that fails."""
         started, began_ns = self._clock.monotonic(), self._clock.time_ns()
         failure = ""
         operation = self.status.operation
@@ -179,42 +179,38 @@ class Board:
             self.update(phase_seconds=MappingProxyType(spent))
             _log.debug("phase %s took %.3f s", phase.value, seconds)
             ended_ns = began_ns + round(seconds * 1e9)
-            tells = [
-                partial(told, operation, phase, began_ns, ended_ns, failure)
-                for told in self.on_phase
+            calls = [
+                partial(listen, operation, phase, began_ns, ended_ns, failure)
+                for listen in self.on_phase
             ]
             if runs:
-                self._untold += tells
+                self._held_calls += calls
             else:  # of a coordinator: no operation ends later
-                for told in tells:
-                    _tell(told)
+                for call in calls:
+                    _call(call)
 
 
-def _tell(told: Callable[[], object]) -> None:
-    """Whoever listens must not change what becomes of an operation."""
+def _call(call: Callable[[], object]) -> None:
+    """A listener must not change how an operation ends."""
     try:
-        told()
+        call()
     except Exception:
         _log.debug("a listener failed", exc_info=True)
 
 
-_MEMORY: Final = ("level", "devices", "classes", "keep", "discard", "dry_run")
-"""What says which memory goes, and how."""
-
-
-class Docket:
-    """One operation at a time; its owner holds a lock from `repeated` to `begin`.
+class CurrentOperation:
+    """The operation that runs; its owner holds a lock from `repeated` to `begin`.
 
     Args:
-        board: has what became of operations.
+        tracker: knows the operations.
 
     Attributes:
-        running: id and request of the operation that runs, None where none does.
-        yielded: of what is yielded, the request; None where a part of it is back.
+        running: id and request of the operation, None where none runs.
+        yielded: the request for what is yielded now; None where a part of it is back.
     """
 
-    def __init__(self, board: Board) -> None:
-        self._board = board
+    def __init__(self, tracker: StatusTracker) -> None:
+        self._tracker = tracker
         self._last: dict[str, str] = {}
         self.running: tuple[str, YieldRequest | RestoreRequest] | None = None
         self.yielded: YieldRequest | None = None
@@ -225,12 +221,12 @@ class Docket:
         return running is not None and running[0] == operation_id
 
     def begin(self, operation: Operation, request: YieldRequest | RestoreRequest) -> None:
-        """From now on it runs."""
+        """It runs from now on."""
         self.running = (operation.id, request)
         if isinstance(request, YieldRequest):
             self.yielded = request
 
-    def note(self, operation: Operation) -> None:
+    def remember(self, operation: Operation) -> None:
         """It is the last one of its kind."""
         self._last[operation.kind] = operation.id
 
@@ -238,11 +234,11 @@ class Docket:
         """The operation that a command repeats; None where it is another, and can be begun.
 
         Raises:
-            YieldRefusedError: it can not be begun now.
+            YieldRefusedError: it cannot begin now.
         """
         if self.running is not None:
             return self._as_running(request, *self.running)
-        state = self._board.state
+        state = self._tracker.state
         if isinstance(request, RestoreRequest):
             return self._last_of("restore") if state is YieldState.RUNNING else None
         if state is YieldState.RUNNING:
@@ -251,10 +247,8 @@ class Docket:
             other = _other_than(self.yielded, request)
             if not other:
                 return self._last_of("yield")
-            raise YieldRefusedError(
-                f"yield: {other} is asked for, and it is yielded already; restore first"
-            )
-        reason = self._board.status.reason
+            raise YieldRefusedError(f"yield: memory is yielded already, {other}; restore first")
+        reason = self._tracker.status.reason
         if state is YieldState.YIELDED and self.yielded is None:
             reason = "a part of it is back already"
         raise YieldRefusedError(
@@ -267,46 +261,38 @@ class Docket:
         operation_id: str,
         running: YieldRequest | RestoreRequest,
     ) -> Operation | None:
-        operation = self._board.operation(operation_id)
+        operation = self._tracker.operation(operation_id)
         if _asks_same(running, request):
             return operation
         kind = operation.kind if operation is not None else "operation"
         raise YieldRefusedError(f"{kind_of(request)}: {kind} {operation_id} runs; wait for it")
 
     def _last_of(self, kind: str) -> Operation:
-        last = self._board.operation(self._last.get(kind, ""))
+        last = self._tracker.operation(self._last.get(kind, ""))
         if last is not None:
             return last
-        report = YieldReport(state=self._board.state, notes=("nothing was yielded",))
+        report = YieldReport(state=self._tracker.state, notes=("nothing was yielded",))
         return Operation(id="", kind=kind, state=OperationState.DONE, report=report)
 
 
 def _asks_same(had: YieldRequest | RestoreRequest, asked: YieldRequest | RestoreRequest) -> bool:
-    """Whether the second of two requests is met where the first one is."""
-    if isinstance(had, YieldRequest):
-        return isinstance(asked, YieldRequest) and not _other_than(had, asked)
-    return isinstance(asked, RestoreRequest) and had.classes == asked.classes
+    """Whether an operation for the first request also answers the second."""
+    return type(had) is type(asked) and not _other_than(had, asked)
 
 
-def _other_than(had: YieldRequest, asked: YieldRequest) -> str:
-    """What the second asks for and the first does not bring, "" for nothing."""
-    for name in _MEMORY:
+def _other_than(had: YieldRequest | RestoreRequest, asked: YieldRequest | RestoreRequest) -> str:
+    """In what the first request does not answer the second, "" where it does."""
+    for name, field in fields_of(type(asked)).items():
         before, now = getattr(had, name), getattr(asked, name)
-        if before != now:
-            return f"{name} {_shown(now)}, where it has {_shown(before)},"
-    if asked.lease_seconds is not None and asked.lease_seconds != had.lease_seconds:
-        before = "none" if had.lease_seconds is None else f"{had.lease_seconds:g} s"
-        return f"a lease of {asked.lease_seconds:g} s, where it has {before},"
-    for name in ("verify", "assume_private", "release_host"):
-        if getattr(asked, name) and not getattr(had, name):
-            return name
+        left_out = field.repeat is Repeat.LEFT_OUT and now == field.default
+        if before != now and field.repeat is not Repeat.ALWAYS and not left_out:
+            return f"with {name} {_shown(before, field)}, not {_shown(now, field)}"
     return ""
 
 
-def _shown(value: object) -> str:
-    """As it is asked for; what is not said is all of it."""
+def _shown(value: object, field: RequestField) -> str:
     if value is None:
-        return "all"
+        return "none" if isinstance(field.kind, Seconds) else "all"
     if isinstance(value, tuple):
         return "+".join(map(str, value)) or "none"
     return str(getattr(value, "value", value))

@@ -1,9 +1,7 @@
 """The phases of a yield and a restore, one by one: for the engine, and for a coordinator of ranks.
 
-Every phase can be undone by `rollback`, and after each, failed or not, `where()` says by the facts
-where the process stands: what the host holds, what the driver holds, and nothing that was merely
-intended. The thread that stopped at a safe point is let go by `let_go` alone, and only where
-everything is back.
+`rollback` undoes every phase. After each, failed or not, `where()` tells the state by what the host
+and the driver hold. Only `let_go` lets the stopped thread go on, and only where everything is back.
 """
 
 from __future__ import annotations
@@ -16,106 +14,67 @@ from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import YieldFailedError, YieldRefusedError
 from gpumem_otel.yielding.copy.gc_control import uncollected
 from gpumem_otel.yielding.engine.driver_phases import DriverPhases
-from gpumem_otel.yielding.engine.plan import Plan, check_request, make_plan, probable_part
 from gpumem_otel.yielding.engine.safepoint import StopRequest
-from gpumem_otel.yielding.values import RESIDUAL_CAUSES, Phase, PhaseTime, YieldLevel, YieldState
+from gpumem_otel.yielding.plan import (
+    Plan,
+    check_request,
+    foreign_bytes,
+    make_plan,
+    probable_part,
+    residual_of,
+)
+from gpumem_otel.yielding.values import Phase, PhaseTime, YieldLevel, YieldState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable
 
-    from gpumem_otel.base.profile import DeviceStats
     from gpumem_otel.yielding.engine.dependencies import YieldDependencies
-    from gpumem_otel.yielding.engine.operations import Board
+    from gpumem_otel.yielding.engine.operations import StatusTracker
     from gpumem_otel.yielding.values import RestoreRequest, YieldRequest
-
-# What is left on the devices after a yield, by cause; the causes add up to what is used.
-
-
-def residual_of(plan: Plan, stats: Sequence[DeviceStats]) -> dict[str, int]:
-    """Bytes by cause of the devices that were asked for, after their tensors were freed.
-
-    `context` is what the process uses beside the allocator, by the driver's count; where that is
-    not known it is part of `unknown`, as is what the allocator holds for no known reason, and what
-    the driver needs for itself.
-
-    Args:
-        plan: what was done.
-        stats: of now; () where they can not be read: then what was found is all that is said.
-    """
-    chosen = plan.request.devices
-    left = dict.fromkeys(RESIDUAL_CAUSES, 0)
-    for stay in plan.found.stays if plan.found is not None else ():
-        if chosen is None or stay.device in chosen:
-            left[stay.cause if stay.cause in left else "unknown"] += stay.size_bytes
-    for one in plan.kept:
-        if chosen is None or one.device in chosen:
-            left["kept"] += one.block_bytes
-    used = 0
-    for device in stats:
-        if device.device_used_bytes is None or (chosen is not None and device.device not in chosen):
-            continue
-        used += device.device_used_bytes
-        ours = device.process_used_bytes
-        if ours is not None:
-            others = device.others_used_bytes
-            rest = max(device.device_used_bytes - ours, 0)
-            left["other_process"] += rest if others is None else min(others, rest)
-            left["context"] += max(ours - device.reserved_bytes, 0)
-    left["unknown"] += max(used - sum(left.values()), 0)
-    return {cause: size for cause, size in left.items() if size}
-
-
-def foreign_bytes(residual: Mapping[str, int]) -> dict[str, int]:
-    """What is left once the driver took all of this process: what is others'."""
-    size = residual.get("other_process", 0)
-    return {"other_process": size} if size else {}
-
 
 _log = named_logger("gpumem_otel.yield")
 
 ROLLBACK_SECONDS = 30.0
-"""How long undoing waits for device memory that was just given back."""
+"""How long undoing waits for device memory that was just freed."""
 
 
 @dataclass(slots=True)
 class Urgency:
-    """What may be set from elsewhere while a yield or restore runs.
+    """Set by other threads while a yield or restore runs.
 
     Attributes:
         cancelled: give up what can still be undone.
-        hurried: wait for the job's callbacks no longer than a moment.
+        hurried: wait only a moment for the job's callbacks.
     """
 
     cancelled: bool = False
     hurried: bool = False
 
     def interrupt(self) -> None:
-        """Whoever asked for it waits to be let go."""
+        """The thread that asked was interrupted."""
         self.cancelled = self.hurried = True
 
 
 class Phases:
-    """One yield at a time.
-
-    Not safe for use by two threads at once: whoever drives it takes turns.
+    """The state of one yield. Not for use by two threads at once.
 
     Args:
         parts: what does the work.
-        board: told of phases and progress.
+        tracker: shows phases and progress.
 
     Attributes:
-        plan: what the last `prepare` settled.
+        plan: result of the last `prepare`.
         times: of the phases of the current yield or restore.
         notes: for people.
         residual: by cause, after the last yield.
-        zeroed: classes that were thrown away already when the last yield had to be undone.
+        zeroed: classes that were already thrown away when the last yield had to be undone.
         urgency: of the current yield or restore; a new one for each.
         on_interrupt: called on the stopped thread where a signal handler raised in it.
     """
 
-    def __init__(self, parts: YieldDependencies, board: Board) -> None:
+    def __init__(self, parts: YieldDependencies, tracker: StatusTracker) -> None:
         self._parts = parts
-        self._board = board
+        self._tracker = tracker
         self._driver = DriverPhases(parts)
         self._parked: StopRequest | None = None
         self._freed = False
@@ -146,7 +105,7 @@ class Phases:
 
     @property
     def parked(self) -> StopRequest | None:
-        """The thread that stands still for it, None where none does."""
+        """The stopped thread, None where none is."""
         parked = self._parked
         return parked if parked is not None and parked.thread is not None else None
 
@@ -185,16 +144,15 @@ class Phases:
         here: Callable[[], StopRequest] | None = None,
         coordinated: bool = False,
     ) -> Plan:
-        """Stop the job, look, ask, reserve. Changes no memory of the job.
+        """Stop the job, scan, call `before_yield`, reserve. Changes no memory of the job.
 
         Args:
             request: what is asked for.
-            here: gives the job's thread where that stands still by itself; None to wait for a safe
-                point.
-            coordinated: all ranks are driven together.
+            here: gives the safe point of a thread that asks itself; None to wait for one.
+            coordinated: all ranks yield together.
 
         Raises:
-            YieldRefusedError: it can not be, and why. `rollback` is to be called.
+            YieldRefusedError: it cannot be done, and why. The caller calls `rollback`.
         """
         parts = self._parts
         self.times, self.notes, self.residual = [], [], {}
@@ -204,7 +162,7 @@ class Phases:
         started = parts.clock.monotonic()
         seconds = request.deadline_seconds
         self._ends = None if seconds is None else started + seconds
-        with self._board.phase(Phase.PREPARE):
+        with self._tracker.phase(Phase.PREPARE):
             self._refuse_at_once(request, coordinated=coordinated)
             refusal = self._driver.refusal(request)
             if request.level is YieldLevel.PROCESS:
@@ -227,8 +185,7 @@ class Phases:
         if size > 1 and not coordinated:
             raise YieldRefusedError(
                 f"yield: this job has {size} ranks, and the others would wait for this one until "
-                "their collectives time out; to stop all of them together is not part of this "
-                "version"
+                "their collectives time out; this version cannot stop all of them together"
             )
         why = self._parts.why_not_now()
         if why:
@@ -241,9 +198,8 @@ class Phases:
         if here is not None:
             self._parked = here()
         else:
-            self._parked = StopRequest(
-                self.on_interrupt
-            )  # known before it stops: it is let go whatever
+            # stored before the thread stops, so that it is let go in any case
+            self._parked = StopRequest(self.on_interrupt)
             parts.safe_points.park(
                 min(request.wait_seconds, self.seconds_left()),
                 clock=parts.clock,
@@ -254,35 +210,35 @@ class Phases:
         if not request.dry_run:
             self._ask_callbacks()
         if self._parked.thread is not None:
-            parts.stillness.check(self._parked.thread)
+            parts.quiescence.check(self._parked.thread)
         why = parts.why_not_now()
         if why:
             raise YieldRefusedError(f"yield: {why}; try again")
         return self._settle(request, refusal)
 
     def _settle(self, request: YieldRequest, refusal: str | None) -> Plan:
-        """The job stands still: what goes, and that there is room for it."""
+        """The job stands still: find what goes, and reserve room for it."""
         parts = self._parts
-        if self._admitted:  # what could not be given up the last time
+        if self._admitted:  # the last one could not be abandoned
             self._abandon()
-        if not request.dry_run:  # the copy of what will probably go runs while that is found out
+        if not request.dry_run:  # copies what will probably go during the scan
             self._admitted = True
             since = parts.clock.monotonic()
             parts.offload.begin(probable_part(parts.finder.probable(), request))
         with uncollected():
-            found = parts.finder.find(assume_private=request.assume_private)
-        plan = make_plan(request, found, refusal)
+            scan = parts.finder.find(assume_private=request.assume_private)
+        plan = make_plan(request, scan, refusal)
         expected = self.expected_seconds(plan)
         if expected is not None and expected > self.seconds_left():
             raise YieldRefusedError(
-                f"yield: the deadline of {request.deadline_seconds or 0:g} s can not be met, the "
+                f"yield: the deadline of {request.deadline_seconds or 0:g} s cannot be met, the "
                 f"copy alone takes {expected:.1f} s at the speed of the last; give it longer"
             )
         if not plan.movables and self._admitted:
             self._abandon()
         elif plan.movables:
             self._admitted = True
-            # the driver may refuse when all is free: until then nothing is thrown away
+            # the driver may still refuse after all is freed: nothing is thrown away before that
             self._thrown_later = plan.driver and bool(request.discard)
             held = replace(request, discard=()) if self._thrown_later else request
             self.host_bytes, self.disk_bytes = parts.offload.admit(plan.movables, held)
@@ -294,7 +250,7 @@ class Phases:
         self._callbacks_asked = True
         if self._parked is not None:
             device = self._parked.device
-        else:  # nobody stands still for the driver alone
+        else:  # the driver alone needs no stopped thread
             device = min((one.device for one in self._parts.usage()), default=None)
         self._parts.callbacks.before(device, self._hurried)
 
@@ -312,27 +268,27 @@ class Phases:
         """Copy to the host, then free on the device.
 
         Raises:
-            YieldRefusedError: nothing was freed. `rollback` is to be called, as after any error.
+            YieldRefusedError: nothing was freed. The caller calls `rollback`, as after any error.
         """
         plan = self._planned()
         offload = self._parts.offload
-        with self._board.phase(Phase.RELEASE):
+        with self._tracker.phase(Phase.RELEASE):
             started = self._parts.clock.monotonic()
             size = 0
             with self._driver.made_ready(wanted=plan.driver) as errors:
                 if plan.movables:
-                    size = offload.copy_out(self._board.progress, self._stop).size_bytes
+                    size = offload.copy_out(self._tracker.progress, self._stop).size_bytes
             if errors:
                 plan = self._without_driver(plan, errors[0])
             self._in_time("while it was copied to the host")
             if not plan.movables:
-                self._freed = not plan.driver  # nothing to free: it stands still all the same
+                self._freed = not plan.driver  # nothing to free, but the job stays stopped
                 return
             if self._parked is not None and self._parked.thread is not None:
-                self._parts.stillness.look(self._parked.thread)
+                self._parts.quiescence.look(self._parked.thread)
             try:
                 offload.free()
-            except BaseException:  # an interrupt too: some of it may be gone
+            except BaseException:  # also an interrupt: some of it may be freed
                 self._freed = self._away()
                 raise
             self._freed = True
@@ -342,7 +298,7 @@ class Phases:
         self._hold_account(plan)
 
     def _without_driver(self, plan: Plan, error: BaseException) -> Plan:
-        """Its helper does not work, which is known before anything goes."""
+        """The driver's helper does not work; nothing was freed yet."""
         if plan.level is not YieldLevel.AUTO:
             raise error
         self.notes.append(f"tensors alone, the context stays: {error}")
@@ -350,10 +306,10 @@ class Phases:
         return self.plan
 
     def checkpoint(self) -> None:
-        """The driver takes what is left, where that is planned; nothing can be refused afterwards.
+        """The driver takes what is left, where that is planned; nothing is refused afterwards.
 
         Raises:
-            YieldRefusedError: the driver did not, and the process is as before this phase.
+            YieldRefusedError: the driver refused, and the process is as before this phase.
             YieldFailedError: the driver lost it.
         """
         plan = self._planned()
@@ -363,7 +319,7 @@ class Phases:
             self._parts.offload.discard(plan.request.discard)
 
     def _checkpoint(self, plan: Plan) -> None:
-        with self._board.phase(Phase.CHECKPOINT):
+        with self._tracker.phase(Phase.CHECKPOINT):
             if not plan.movables:
                 self._hold_account(plan)
             self._driver.close_gate()
@@ -396,12 +352,12 @@ class Phases:
         """The driver gives back what it took; does nothing where it took nothing.
 
         Raises:
-            YieldRefusedError: not now; it stays as it is.
-            YieldFailedError: it is lost.
+            YieldRefusedError: not now; everything stays as it is.
+            YieldFailedError: the process's memory is lost.
         """
         self._ends, self.lost = None, ""
         if self._driver.state != "running":
-            with self._board.phase(Phase.RESTORE):
+            with self._tracker.phase(Phase.RESTORE):
                 took = self._driver.restore(request.wait_seconds)
             self.times += [took] if took is not None else []
         self._driver.open_gate()
@@ -410,17 +366,17 @@ class Phases:
         """Allocate on the device, copy back.
 
         Raises:
-            YieldRefusedError: how much is missing; what was back before this call still is.
+            YieldRefusedError: how much room is missing; this call restored nothing.
         """
         if not self._freed:
             return
         if not self._away():
             self._freed = False
             return
-        with self._board.phase(Phase.RELOAD):
+        with self._tracker.phase(Phase.RELOAD):
             self.times.append(
                 self._parts.offload.copy_back(
-                    request.classes, request.wait_seconds, self._board.progress, lambda: False
+                    request.classes, request.wait_seconds, self._tracker.progress, lambda: False
                 )
             )
         self._freed = self._away()
@@ -437,47 +393,47 @@ class Phases:
         plan = self.plan
         if plan is None or not plan.request.verify or not plan.movables or self._freed:
             return
-        with self._board.phase(Phase.VERIFY):
+        with self._tracker.phase(Phase.VERIFY):
             started = self._parts.clock.monotonic()
             try:
                 self.checksums = self._parts.offload.verify()
             except YieldFailedError as error:
                 self.lost = str(error)
                 raise
-            except Exception as error:  # all is back, and nothing says that it is wrong
+            except Exception as error:  # everything is back, and no difference is known
                 self.notes.append(f"checksums could not be compared: {error}")
         self.times.append(PhaseTime(Phase.VERIFY, self._parts.clock.monotonic() - started))
 
     def finish(self) -> None:
-        """Everything is back: tell the callbacks. Does nothing otherwise."""
+        """Call `after_restore` where everything is back; do nothing otherwise."""
         if self.where() is not YieldState.RUNNING:
             return
-        if self.plan is not None:  # it would keep the storages alive that the job lets go of
-            self.plan = replace(self.plan, movables=(), kept=(), found=None)
+        if self.plan is not None:  # it would keep storages alive that the job frees
+            self.plan = replace(self.plan, movables=(), kept=(), scan=None)
         self._driver.open_gate()
         if self._callbacks_asked:
             self._callbacks_asked = False
             self.notes += self._parts.callbacks.after(self._hurried)
 
     def let_go(self) -> None:
-        """Let the thread go on, where everything is back."""
+        """Let the stopped thread go on, where everything is back."""
         parked = self._parked
         if parked is not None and self.where() is YieldState.RUNNING:
             self._parked = None
             parked.let_go()
 
     def let_interrupts_through(self) -> None:
-        """Memory could not be brought back: who interrupts the thread once more gets his way."""
+        """The memory could not be restored: the stopped thread raises its next interrupt."""
         if self._parked is not None:
             self._parked.stuck = True
 
     # undo
 
     def rollback(self) -> str:
-        """Undo whatever was done, as far as it can be; `where()` says how far that was.
+        """Undo what was done, as far as possible; `where()` tells the state that remains.
 
         Returns:
-            What could not be undone, "" where everything was.
+            What could not be undone, "" where nothing is left.
         """
         errors: list[str] = []
         driver, offload = self._driver, self._parts.offload
@@ -486,7 +442,7 @@ class Phases:
         self._undo(errors, driver.open_gate)
         if self._freed and driver.state == "running":
             back: Any = partial(
-                offload.copy_back, None, ROLLBACK_SECONDS, self._board.progress, lambda: False
+                offload.copy_back, None, ROLLBACK_SECONDS, self._tracker.progress, lambda: False
             )
             self._undo(errors, back)
             self._freed = self._away()
@@ -506,6 +462,6 @@ class Phases:
     def _undo(errors: list[str], action: Callable[[], object]) -> None:
         try:
             action()
-        except BaseException as error:  # an interrupt too: what is undone half way is worse
+        except BaseException as error:  # also an interrupt: half undone would be worse
             errors.append(str(error) or type(error).__name__)
             _log.warning("undoing a yield: %s", error, exc_info=True)

@@ -1,4 +1,4 @@
-"""What a yield or a restore says of itself when it has ended."""
+"""The report of a yield or a restore, and what may end a job that stands still."""
 
 from __future__ import annotations
 
@@ -13,49 +13,47 @@ if TYPE_CHECKING:
     from gpumem_otel.yielding.engine.dependencies import YieldDependencies
     from gpumem_otel.yielding.engine.phases import Phases
 
-# What may end a job while it stands still, as far as its environment tells.
-
 _OFF = {"", "0", "false", "off", "no"}
 
 
-def dangers_of(
+def risks_of(
     environ: Mapping[str, str],
     *,
     now_ns: int,
     world_size: int = 1,
     lease_seconds: float | None = None,
 ) -> tuple[str, ...]:
-    """One line each; nothing is said that the environment does not show.
+    """What may end a job while it stands still, as far as its environment shows; one line each.
 
     Args:
         environ: of the process.
         now_ns: nanoseconds since 1970.
         world_size: ranks of the job.
-        lease_seconds: after which it goes on by itself; None for never.
+        lease_seconds: after which it goes on without a command; None for never.
 
     `SLURM_JOB_END_TIME` is in seconds since 1970 (Slurm newer than 22.05); the variables of NCCL
     and of elastic are those of torch's own documentation.
     """
-    found = []
+    risks = []
     if world_size > 1:
-        found.append(
+        risks.append(
             "NCCL: a collective that other ranks began fails after its time-out; the heartbeat "
             f"monitor ends a process after {_seconds(environ, 'TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC')}"
         )
     if environ.get("TORCHELASTIC_RUN_ID"):
         timed = environ.get("TORCHELASTIC_ENABLE_FILE_TIMER", "").lower() not in _OFF
-        found.append(
+        risks.append(
             "torchrun: its file timer ends a worker whose timer runs out"
             if timed
             else "torchrun: a worker that ends restarts them all"
         )
     if environ.get("KUBERNETES_SERVICE_HOST"):
-        found.append(
+        risks.append(
             "Kubernetes: a liveness probe that needs a step of the job fails, and "
             "activeDeadlineSeconds goes on; neither is visible from inside the pod"
         )
-    found += _slurm(environ, now_ns, lease_seconds)
-    return tuple(found)
+    risks += _slurm(environ, now_ns, lease_seconds)
+    return tuple(risks)
 
 
 def _seconds(environ: Mapping[str, str], name: str) -> str:
@@ -79,7 +77,7 @@ def _slurm(environ: Mapping[str, str], now_ns: int, lease_seconds: float | None)
 
 
 def dry_report(phases: Phases, parts: YieldDependencies, environ: Mapping[str, str]) -> YieldReport:
-    """What a yield that was only prepared would move, and how long its copy takes."""
+    """What a dry run would move, and how long the copy would take."""
     plan = phases.plan
     if plan is None:
         return YieldReport()
@@ -123,7 +121,7 @@ def _of_plan(
         host_bytes=phases.host_bytes,
         disk_bytes=phases.disk_bytes,
         expected_seconds=expected_seconds,
-        dangers=dangers_of(
+        dangers=risks_of(
             environ,
             now_ns=parts.clock.time_ns(),
             world_size=parts.world_size(),

@@ -1,11 +1,9 @@
-"""Where the job's own thread stands still between two steps, so that its memory can be moved.
+"""Stops the job's own thread between two steps, and checks that no other thread uses the GPU.
 
-The job says where it is between two pieces of work: the end of an optimizer's step, of
-`gpumem_otel.step()`, or of a forward without gradients of a watched model. `SafePoints.reached` is
-called there, costs an attribute or two, and stops only where somebody asked for it.
-
-A safe point speaks for one thread: the first that reached one. Others never stop, and whoever asks
-looks after them (`gpumem_otel.yielding.engine.safepoint`).
+`SafePoints.reached` is called where the job is between two pieces of work: at the end of an
+optimizer's step, of `gpumem_otel.step()`, or of a forward without gradients of a watched model. It
+costs an attribute or two, and stops only where that was asked for. It stops one thread, the first
+that reached it; `Quiescence` looks for others.
 """
 
 from __future__ import annotations
@@ -18,24 +16,18 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import YieldRefusedError
-from gpumem_otel.yielding.engine.interrupts import Latch, graver, log_aside
+from gpumem_otel.yielding.engine.interrupts import graver
 from gpumem_otel.yielding.engine.messages import WITHOUT
+from gpumem_otel.yielding.signal_safe import SafeEvent, log_on_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
     from gpumem_otel.base.protocols import Clock
 
-# Whether nobody but the thread that stopped uses the GPU.
-#
-# A safe point speaks for one thread. A prefetcher, a checkpoint that is written in the background
-# or a thread that averages weights goes on with storages that are about to be emptied. Three signs
-# tell of one: a thread that is at work in code that knows torch, memory on the device that such a
-# thread allocated, and counters of the allocator that move while the job stands still.
-
 WhoElse: TypeAlias = "Callable[[threading.Thread, Collection[int], bool], str]"
-"""(the thread that stopped, identities of those that take care of themselves, whether a glance is
-enough) -> who works."""
+"""(the thread that stopped, identities of threads to leave out, whether a quick look is enough) ->
+the thread that works, "" for none."""
 
 AllocatorCounters: TypeAlias = "Callable[[], Mapping[int, tuple[int, int]]]"
 """Device -> (allocations, frees) so far."""
@@ -50,12 +42,16 @@ _WAY_OUT: Final = (
 
 
 class Quiescence:
-    """Looks after the other threads.
+    """Looks for other threads that use the GPU while the job's thread stands still.
+
+    A prefetcher, a checkpoint written in the background or a thread that averages weights would go
+    on with storages that are about to be emptied. Three signs: a thread runs code that knows torch,
+    such a thread allocated memory on the device, or counters of the allocator move.
 
     Args:
         participants: threads that the job registered.
         who_else: names a thread at work, "" where there is none.
-        counters: of the allocator; {} where they can not be read.
+        counters: of the allocator; {} where they cannot be read.
         clock: time.
     """
 
@@ -76,42 +72,42 @@ class Quiescence:
         """Look, while this thread stands still.
 
         Raises:
-            YieldRefusedError: somebody else uses the GPU, or may.
+            YieldRefusedError: another thread uses the GPU, or may.
         """
         why = ""
         for _ in range(_TRIES):
-            why = self._moves(parked)
+            why = self._activity(parked)
             if not why:
                 return
             self._clock.wait(threading.Event(), _AGAIN_SECONDS)
         raise YieldRefusedError(f"yield: {why}; {_WAY_OUT}")
 
     def look(self, parked: threading.Thread) -> None:
-        """Look once more, without the counters: copies of our own may have moved them.
+        """Look once more, without the counters: our own copies may have moved them.
 
         Raises:
-            YieldRefusedError: somebody else is at work by now.
+            YieldRefusedError: another thread works by now.
         """
-        who = self._who(parked, glance=True)
-        if who:
-            raise YieldRefusedError(f"yield: {who}; {_WAY_OUT}")
+        working = self._working_thread(parked, glance=True)
+        if working:
+            raise YieldRefusedError(f"yield: {working}; {_WAY_OUT}")
 
-    def _who(self, parked: threading.Thread, *, glance: bool) -> str:
-        known = {one.ident for one in self._participants() if one.ident is not None}
+    def _working_thread(self, parked: threading.Thread, *, glance: bool) -> str:
+        known = {thread.ident for thread in self._participants() if thread.ident is not None}
         return self._who_else(parked, known | {threading.get_ident()}, glance)
 
-    def _moves(self, parked: threading.Thread) -> str:
-        who = self._who(parked, glance=True)
-        if who:
-            return who
+    def _activity(self, parked: threading.Thread) -> str:
+        working = self._working_thread(parked, glance=True)
+        if working:
+            return working
         before = self._counters()
-        # it gives all others some ten milliseconds first: who was woken a moment ago still seems
-        # to wait, and who allocates does so meanwhile
-        who = self._who(parked, glance=False)
+        # takes some ten milliseconds: a thread that was woken a moment ago still seems to wait, and
+        # one that allocates does so meanwhile
+        working = self._working_thread(parked, glance=False)
         after = self._counters()
         moved = sorted(device for device, count in after.items() if before.get(device) != count)
-        if who or not (before and moved):
-            return who
+        if working or not (before and moved):
+            return working
         return (
             f"memory of device {moved[0]} is allocated or freed while the job's thread stands "
             "still, so another thread uses it"
@@ -124,14 +120,14 @@ _TICK_SECONDS: Final = 0.05
 
 
 class StopRequest:
-    """A request to stop, and the thread that did.
+    """A request to stop, and the thread that stopped.
 
     Attributes:
-        thread: that stands still; None while none does.
-        here: it was its own command: it waits for nothing.
-        device: that is current in that thread; None where it uses none.
+        thread: stands still; None while none does.
+        here: that thread asked for the yield itself, and waits for nothing.
+        device: the current device of that thread; None where it uses none.
         interrupted: what a signal handler raised in it meanwhile.
-        stuck: bringing the memory back failed after it was interrupted: the next one gets through.
+        stuck: the memory could not be brought back after an interrupt: the next one is raised.
     """
 
     def __init__(self, on_interrupt: Callable[[], object] | None = None) -> None:
@@ -140,12 +136,12 @@ class StopRequest:
         self.device: int | None = None
         self.interrupted: BaseException | None = None
         self.stuck = False
-        self.arrived = Latch()
-        self.go = Latch()
+        self.arrived = SafeEvent()
+        self.go = SafeEvent()
         self.on_interrupt = on_interrupt
 
     def let_go(self) -> None:
-        """The thread goes on."""
+        """Let the thread go on."""
         self.go.set()
 
 
@@ -153,8 +149,8 @@ class SafePoints:
     """Stops the job's thread on request.
 
     Args:
-        unsafe: asked on the job's thread before it stops: why this moment is none ("a stream
-            captures"), "" where it is one.
+        unsafe: called on the job's thread before it stops: why this moment is no safe point ("a
+            stream captures"), "" where it is one.
     """
 
     def __init__(self, unsafe: Callable[[], str] | None = None) -> None:
@@ -167,15 +163,15 @@ class SafePoints:
 
     @property
     def owner(self) -> threading.Thread | None:
-        """The thread that may stop; None before its first safe point and after its end."""
+        """The job's thread; None before its first safe point and after its end."""
         owner = self._owner
         return owner if owner is not None and owner.is_alive() else None
 
     def reached(self) -> None:
-        """The calling thread is between two pieces of work; it stops here where that is asked.
+        """Stop the calling thread where that was asked for: it is between two pieces of work.
 
         Raises:
-            BaseException: what a signal handler of the job raised meanwhile, once its memory is
+            BaseException: what a signal handler of the job raised meanwhile, once the memory is
                 back.
         """
         asked = self._asked
@@ -186,12 +182,10 @@ class SafePoints:
         self._stop(asked)
 
     def here(self) -> StopRequest:
-        """The calling thread says that it is between two pieces of work, and goes on by itself.
-
-        It is not the job's thread by that alone, see `speaks`.
+        """The safe point of a thread that asks for the yield itself, and is not stopped.
 
         Raises:
-            YieldRefusedError: it is not.
+            YieldRefusedError: it is not between two pieces of work.
         """
         why_not = self._unsafe() if self._unsafe is not None else ""
         if why_not:
@@ -202,8 +196,8 @@ class SafePoints:
         parked.arrived.set()
         return parked
 
-    def speaks(self, parked: StopRequest | None) -> None:
-        """Its own command has succeeded, so a thread that stood still `here` is the job's."""
+    def set_owner(self, parked: StopRequest | None) -> None:
+        """A yield that this thread asked for `here` has succeeded: it is the job's thread."""
         if parked is not None and parked.here and self.owner is None:
             self._owner = parked.thread
 
@@ -220,8 +214,8 @@ class SafePoints:
         Args:
             wait_seconds: for the next safe point.
             clock: time.
-            stop: asked now and then: gives up once it is true.
-            asked: to be used, for whoever has to know it before the thread has stopped.
+            stop: called now and then: gives up once it returns True.
+            asked: the request to use, where the caller must know it before the thread has stopped.
 
         Raises:
             YieldRefusedError: no safe point was reached in time, or another request waits.
@@ -240,17 +234,17 @@ class SafePoints:
                     break
                 clock.wait(asked.arrived, min(left, _TICK_SECONDS))
         except BaseException:
-            asked.let_go()  # it may stop at this very moment, and nobody else would know
+            asked.let_go()  # it may stop at this very moment, and nothing else would let it go
             raise
         finally:
             with self._lock:
                 self._asked = None
                 arrived = asked.thread is not None
         if not arrived:
-            raise YieldRefusedError(self._nobody(wait_seconds, gave_up=stop()))
+            raise YieldRefusedError(self._none_reached(wait_seconds, gave_up=stop()))
         return asked
 
-    def _nobody(self, wait_seconds: float, *, gave_up: bool) -> str:
+    def _none_reached(self, wait_seconds: float, *, gave_up: bool) -> str:
         if gave_up:
             return (
                 "safe point: none was reached before the request was given up, by its deadline or "
@@ -288,11 +282,11 @@ class SafePoints:
                     asked.device = device
                 asked.arrived.set()
                 asked.go.wait()
-            except BaseException as error:  # an interrupt, in whichever of these lines
+            except BaseException as error:  # an interrupt, in any of these lines
                 if asked.thread is not me:
                     raise
                 self._wait_on(asked, error)
-        except BaseException as error:  # the second, in whichever of those
+        except BaseException as error:  # the second interrupt, in any of those
             if asked.thread is not me or asked.stuck:
                 raise
             self._wait_on(asked, error)
@@ -300,25 +294,27 @@ class SafePoints:
             raise asked.interrupted
 
     def _wait_on(self, asked: StopRequest, error: BaseException) -> None:
-        """A signal handler raised: the memory comes first, the job's unwinding needs it."""
+        """A signal handler raised: wait for the memory, which the job needs to unwind."""
         asked.interrupted = graver(asked.interrupted, error)
         asked.arrived.set()
         first = "%s while yielded: bringing the memory back first"
-        log_aside(_log, logging.WARNING, first, type(error).__name__)
-        told, tried = asked.on_interrupt is None, False
+        log_on_thread(_log, logging.WARNING, first, type(error).__name__)
+        reported, tried = asked.on_interrupt is None, False
         while not asked.go.is_set():
             try:
-                if not told and asked.on_interrupt is not None:
-                    if tried:  # there was no thread for it
+                if not reported and asked.on_interrupt is not None:
+                    if tried:  # no thread could be started
                         asked.go.wait(_TICK_SECONDS)
                     tried = True
                     asked.on_interrupt()
-                    told = True
+                    reported = True
                 asked.go.wait()
             except BaseException as again:  # noqa: PERF203 - waits, and is seldom interrupted
                 asked.interrupted = graver(asked.interrupted, again)
                 if asked.stuck:
-                    log_aside(_log, logging.ERROR, WITHOUT, type(again).__name__, wait_seconds=1.0)
+                    log_on_thread(
+                        _log, logging.ERROR, WITHOUT, type(again).__name__, wait_seconds=1.0
+                    )
                     raise
 
 
@@ -326,5 +322,5 @@ def _current_device() -> int | None:
     torch: Any = sys.modules.get("torch")
     try:
         return int(torch.cuda.current_device()) if torch.cuda.is_initialized() else None
-    except Exception:  # there is none, or torch is none that could tell
+    except Exception:  # there is none, or torch cannot tell
         return None

@@ -193,7 +193,7 @@ def test_an_interrupt_while_after_restore_runs_ends_the_restore_and_is_raised():
     status = world.engine.status
     assert (status.state, status.operation.state) == (YieldState.RUNNING, OperationState.DONE)
     assert told == ["first"], "they are told in reverse, and each of them"
-    assert world.engine._docket.running is None
+    assert world.engine._current.running is None
 
 
 @pytest.mark.parametrize("raises", ["finish", "let_go", "where"])
@@ -214,7 +214,7 @@ def test_whatever_is_raised_when_a_restore_ends_the_job_goes_on(raises):
         with pytest.raises(KeyboardInterrupt):
             world.engine.restore()
         assert world.engine.status.state is YieldState.RUNNING
-        assert world.engine._docket.running is None
+        assert world.engine._current.running is None
         job.goes_on()
 
 
@@ -400,7 +400,7 @@ def test_a_command_that_is_refused_leaves_the_operation_that_runs_alone(second):
         thread = threading.Thread(target=call)
         thread.start()
         thread.join()
-        assert world.engine._docket.running is not None
+        assert world.engine._current.running is not None
 
     world.offload.during_copy = meanwhile
     report = world.engine.yield_(TENSORS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpumem_otel.errors import YieldRefusedError
-from gpumem_otel.yielding.engine.plan import make_plan
+from gpumem_otel.yielding.plan import make_plan
 from gpumem_otel.yielding.values import Candidate, ScanResult, Unmovable, YieldLevel, YieldRequest
 
 HERE = Candidate(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from gpumem_otel.yielding.engine.reports import dangers_of
+from gpumem_otel.yielding.engine.reports import risks_of
 
 NOW_NS = 1_700_000_000 * 10**9
 
 
 def of(environ=None, **more):
-    return dangers_of(environ or {}, now_ns=NOW_NS, **more)
+    return risks_of(environ or {}, now_ns=NOW_NS, **more)
 
 
 def test_nothing_is_said_of_what_the_environment_does_not_show():

@@ -211,7 +211,7 @@ def test_a_second_interrupt_in_whichever_line_leaves_nothing_away():
         if again.seen and not again.where:
             break
         lines += bool(again.seen)  # the first may hit the tracing, which ends it
-        while world.engine._docket.running is not None:
+        while world.engine._current.running is not None:
             threading.Event().wait(0.001)
         world.engine.restore()
     assert unsafe == []
@@ -231,7 +231,7 @@ def test_a_thread_at_work_refuses_by_its_name():
 def test_counters_that_move_while_the_job_stands_still_refuse():
     world = World()
     counts = iter(range(1000))
-    world.parts.stillness._counters = lambda: {0: (next(counts), 0)}
+    world.parts.quiescence._counters = lambda: {0: (next(counts), 0)}
     with (
         LoopingJob(world.safe_points),
         pytest.raises(YieldRefusedError, match="memory of device 0 is allocated or freed while"),
@@ -262,8 +262,8 @@ def test_a_thread_that_was_just_woken_is_seen_once_it_had_time_to_begin():
         order.append("glance" if glance else "look")
         return "" if glance else "thread 'saves' works"
 
-    world.parts.stillness._who_else = who_else
-    world.parts.stillness._counters = lambda: order.append("count") or {}
+    world.parts.quiescence._who_else = who_else
+    world.parts.quiescence._counters = lambda: order.append("count") or {}
     with (
         LoopingJob(world.safe_points),
         pytest.raises(YieldRefusedError, match="'saves' works"),
@@ -276,7 +276,7 @@ def test_a_thread_that_was_just_woken_is_seen_once_it_had_time_to_begin():
 def test_a_thread_that_is_soon_done_is_waited_for():
     world = World()
     seen = iter(["thread 'pin' works", "thread 'pin' works"])
-    world.parts.stillness._who_else = lambda *_: next(seen, "")
+    world.parts.quiescence._who_else = lambda *_: next(seen, "")
     with LoopingJob(world.safe_points):
         assert world.engine.yield_(TENSORS).state is YieldState.YIELDED
         world.engine.restore()

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 
+from gpumem_otel.api.yields import YieldOptions
+from gpumem_otel.yielding.request_fields import Seconds, fields_of
 from gpumem_otel.yielding.validation import restore_fault, yield_fault
-from gpumem_otel.yielding.values import DEVICES, SECONDS, RestoreRequest, YieldLevel, YieldRequest
+from gpumem_otel.yielding.values import RestoreRequest, YieldLevel, YieldRequest
+
+SECONDS = {
+    name: field.kind
+    for name, field in fields_of(YieldRequest).items()
+    if isinstance(field.kind, Seconds)
+}
 
 LEASE = "lease_seconds must be 0.1 to 2678400 seconds, not "
 DEADLINE = "deadline_seconds must be 0.1 to 86400 seconds, not "
@@ -16,8 +25,8 @@ DEVICE = "devices must be whole numbers from 0 to 1023, not "
 
 WRONG = [
     ({"level": "auto"}, "level must be one of tensors, process, auto, not 'auto'"),
-    ({"devices": 0}, "devices must be a tuple"),
-    ({"devices": ()}, "devices must be a tuple"),
+    ({"devices": 0}, "devices must be a list"),
+    ({"devices": ()}, "devices must be a list"),
     ({"devices": (-1,)}, f"{DEVICE}-1; leave it out for all"),
     ({"devices": (0, 1024)}, f"{DEVICE}1024; leave it out for all"),
     ({"devices": (True,)}, f"{DEVICE}True"),
@@ -28,13 +37,13 @@ WRONG = [
     ({"keep": ("buffer",) * 2}, "keep holds 'buffer' twice; name it once"),
     ({"discard": ("buffer",) * 2}, "discard holds 'buffer' twice; name it once"),
     ({"classes": ("weights",)}, "classes holds 'weights', which is none of parameter, "),
-    ({"classes": ()}, "classes must be a tuple"),
-    ({"classes": "parameter"}, "classes must be a tuple"),
+    ({"classes": ()}, "classes must be a list"),
+    ({"classes": "parameter"}, "classes must be a list"),
     ({"keep": ("weights",)}, "keep holds 'weights'"),
-    ({"keep": None}, "keep must be a tuple"),
+    ({"keep": None}, "keep must be a list"),
     ({"discard": ("weights",)}, "discard holds 'weights'"),
     ({"discard": (3,)}, "discard holds 3"),
-    ({"discard": ("gradient",)}, "contents of 'gradient' can not be thrown away"),
+    ({"discard": ("gradient",)}, "discard holds 'gradient', which is none of "),
     ({"keep": ("buffer",), "discard": ("buffer",)}, "'buffer' is both to stay and to go"),
     ({"keep": ("buffer",), "classes": ("buffer",)}, "'buffer' is both to stay and to go"),
     ({"lease_seconds": 0}, f"{LEASE}0; leave it out for no lease"),
@@ -51,8 +60,8 @@ WRONG = [
     ({"wait_seconds": -0.1}, f"{WAIT}-0.1; leave it out for 60"),
     ({"wait_seconds": 86_400.5}, f"{WAIT}86400.5; leave it out for 60"),
     ({"wait_seconds": None}, "wait_seconds must be a number of seconds"),
-    ({"dry_run": "no"}, "dry_run must be True or False, not 'no'"),
-    ({"verify": 1}, "verify must be True or False"),
+    ({"dry_run": "no"}, "dry_run must be true or false, not 'no'"),
+    ({"verify": 1}, "verify must be true or false"),
     ({"disk_dir": None}, "disk_dir must be the path of a folder"),
     *(
         ({"level": YieldLevel.PROCESS, name: value}, "the driver takes all devices and classes")
@@ -81,8 +90,8 @@ def test_what_is_wrong_is_named(given, said):
         {"devices": (0, 1023), "classes": ("parameter",), "keep": ("buffer",)},
         {"discard": ("optimizer_state", "kv_cache"), "classes": ("optimizer_state",)},
         {"wait_seconds": 0, "disk_dir": "/scratch"},
-        *({name: value} for name, known in SECONDS.items() for value in known[:2]),
-        {"devices": (DEVICES[0], DEVICES[-1])},
+        *({name: value} for name, known in SECONDS.items() for value in (known.low, known.high)),
+        {"devices": (0, 1023)},
     ],
 )
 def test_nothing_is_wrong(given):
@@ -106,3 +115,11 @@ def test_what_leaving_it_out_means_is_the_default():
     }
     assert YieldRequest().lease_seconds is YieldRequest().deadline_seconds is None
     assert RestoreRequest().wait_seconds == YieldRequest().wait_seconds
+
+
+def test_the_keywords_of_the_jobs_own_call_are_the_fields():
+    types = {one.name: one.type for one in fields(YieldRequest)}
+    assert {name: of.__forward_arg__ for name, of in YieldOptions.__annotations__.items()} == {
+        **types,
+        "level": "str",
+    }

@@ -62,8 +62,8 @@ def test_a_file_of_tokens():
         (b"\nadmin " + b"x" * 20, "line 2: a role is one of read, yield, restore"),
         (b"read, " + b"x" * 20, "line 1: a role is one of read, yield, restore"),
         (b"read short", "line 1: a token has 16 to 4096 characters"),
-        (b"read " + b"x" * 20 + b"\nyield " + b"x" * 20, "line 2: this token stands on an "),
-        (b"read \xff" + b"x" * 20, "holds something else than ASCII"),
+        (b"read " + b"x" * 20 + b"\nyield " + b"x" * 20, "line 2: this token is also on"),
+        (b"read \xff" + b"x" * 20, "is not ASCII"),
         (b"\n".join(b"read token-%016d" % i for i in range(65)), "holds more than 64 tokens"),
     ],
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import MISSING, fields
 
 from gpumem_otel.base.profile import DeviceStats
-from gpumem_otel.yielding.engine.phases import residual_of
-from gpumem_otel.yielding.engine.plan import Plan
+from gpumem_otel.yielding.plan import Plan, residual_of
 from gpumem_otel.yielding.values import YieldRequest
 
 

@@ -1,4 +1,4 @@
-"""Threads that are begun in one call."""
+"""Threads and log lines that a raising signal handler cannot break."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import threading
 import pytest
 
 from gpumem_otel.base.logs import named_logger
-from gpumem_otel.yielding.engine.interrupts import begin_aside, log_aside
+from gpumem_otel.yielding.signal_safe import log_on_thread, start_thread
 
-LOG = named_logger("gpumem_otel.test_aside")
+LOG = named_logger("gpumem_otel.test_signal_safe_threads")
 
 
 def refuse(*_):
@@ -24,7 +24,7 @@ def test_it_runs_on_a_thread_of_that_name():
         names.append((threading.current_thread().name, threading.current_thread().daemon))
         done.set()
 
-    begin_aside(action, "gpumem-otel-test")
+    start_thread(action, "gpumem-otel-test")
     assert done.wait(20)
     assert names == [("gpumem-otel-test", True)]
 
@@ -32,15 +32,15 @@ def test_it_runs_on_a_thread_of_that_name():
 def test_where_there_is_room_for_one_thread_alone_it_is_done_by_that(monkeypatch):
     done = threading.Event()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    begin_aside(done.set, "gpumem-otel-test")
+    start_thread(done.set, "gpumem-otel-test")
     assert done.wait(20)
 
 
 def test_without_a_thread_it_says_so_and_a_line_is_left_out(monkeypatch, caplog):
-    monkeypatch.setattr("gpumem_otel.yielding.engine.interrupts.start_new_thread", refuse)
+    monkeypatch.setattr("gpumem_otel.yielding.signal_safe.start_new_thread", refuse)
     with pytest.raises(RuntimeError, match="new thread"):
-        begin_aside(lambda: pytest.fail("there is none"), "gpumem-otel-test")
-    log_aside(LOG, logging.ERROR, "lost", wait_seconds=20.0)
+        start_thread(lambda: pytest.fail("there is none"), "gpumem-otel-test")
+    log_on_thread(LOG, logging.ERROR, "lost", wait_seconds=20.0)
     assert caplog.text == ""
 
 
@@ -60,10 +60,10 @@ def test_a_line_is_waited_for_where_the_process_may_end():
     slow = Slow()
     LOG.logger.addHandler(slow)
     try:
-        log_aside(LOG, logging.ERROR, "%s of %s", 1, 2)
+        log_on_thread(LOG, logging.ERROR, "%s of %s", 1, 2)
         assert slow.lines == []
         threading.Timer(0.05, slow.go.set).start()
-        log_aside(LOG, logging.ERROR, "last", wait_seconds=20.0)
+        log_on_thread(LOG, logging.ERROR, "last", wait_seconds=20.0)
     finally:
         LOG.logger.removeHandler(slow)
     assert ("last", "gpumem-otel-log") in slow.lines
@@ -80,7 +80,7 @@ def test_the_wait_is_over_once_it_is_written_or_can_not_be(caplog, broken):
     handler = Handler()
     LOG.logger.addHandler(handler)
     try:
-        log_aside(LOG, logging.WARNING, "said", wait_seconds=1000.0)
+        log_on_thread(LOG, logging.WARNING, "said", wait_seconds=1000.0)
     finally:
         LOG.logger.removeHandler(handler)
     assert [record.levelname for record in caplog.records] == ([] if broken else ["WARNING"])
@@ -94,6 +94,6 @@ def test_a_handler_that_raises_is_the_jobs_own_affair():
     broken = Broken()
     LOG.logger.addHandler(broken)
     try:
-        log_aside(LOG, logging.ERROR, "said", wait_seconds=20.0)
+        log_on_thread(LOG, logging.ERROR, "said", wait_seconds=20.0)
     finally:
         LOG.logger.removeHandler(broken)

@@ -40,16 +40,16 @@ def world():
 
 
 def test_no_safe_point_is_said_where_the_operation_asks_for_it(world):
-    caller = world.engine._caller
-    here = caller.stands_here()
+    waiter = world.engine._waiter
+    here = waiter.safe_point_here()
     assert here().thread is threading.current_thread()
     world.safe_points._unsafe = lambda: "a stream captures"
-    refuses = caller.stands_here()
+    refuses = waiter.safe_point_here()
     for _ in range(2):
         with pytest.raises(YieldRefusedError, match="a stream captures; try again between two"):
             refuses()
     with LoopingJob(world.safe_points):
-        assert caller.stands_here() is None, "the job's thread is another"
+        assert waiter.safe_point_here() is None, "the job's thread is another"
 
 
 def test_no_line_of_an_operation_runs_on_the_main_thread(world):
@@ -62,6 +62,23 @@ def test_no_line_of_an_operation_runs_on_the_main_thread(world):
     world.engine.restore()
     assert threads
     assert threading.main_thread() not in threads
+
+
+def test_the_jobs_signal_handlers_stay_in_place_while_it_waits(world, monkeypatch):
+    """`signal.signal` would undo what C code has set for a signal; Python cannot restore that."""
+    replaced, handlers = [], []
+
+    def all_handlers():
+        return {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    world.offload.during_copy = lambda: handlers.append(all_handlers())
+    before = all_handlers()
+    monkeypatch.setattr(signal, "signal", lambda *call: replaced.append(call))
+    world.engine.yield_(TENSORS)
+    world.engine.restore()
+    assert handlers
+    assert all(during == before for during in handlers)
+    assert replaced == []
 
 
 def test_a_yield_that_is_interrupted_is_given_up_and_undone(world):
@@ -84,11 +101,11 @@ def test_a_yield_that_is_interrupted_is_given_up_and_undone(world):
 
 
 def test_a_yield_that_had_succeeded_is_restored_for_the_unwinding(world):
-    def speaks(parked):  # the last that is done
+    def set_owner(parked):  # the last that is done
         interrupt()
         until_told(world)
 
-    world.safe_points.speaks = speaks
+    world.safe_points.set_owner = set_owner
     with pytest.raises(KeyboardInterrupt):
         world.engine.yield_(TENSORS)
     status = world.engine.status
@@ -130,14 +147,14 @@ def test_a_restore_that_is_interrupted_is_finished_first(world):
 
 def test_a_restore_that_was_interrupted_before_it_began_is_done_all_the_same(world):
     world.engine.yield_(TENSORS)
-    apart = world.engine._caller._apart
-    run = apart.run
+    thread = world.engine._waiter._thread
+    run = thread.run
 
     def interrupted(*arguments):
-        apart.run = run
+        thread.run = run
         raise KeyboardInterrupt
 
-    apart.run = interrupted
+    thread.run = interrupted
     with pytest.raises(KeyboardInterrupt):
         world.engine.restore()
     status = world.engine.status
@@ -146,12 +163,12 @@ def test_a_restore_that_was_interrupted_before_it_began_is_done_all_the_same(wor
 
 
 def test_a_way_back_without_room_is_logged_and_the_memory_not_lost(world, caplog):
-    def speaks(parked):  # the last that is done
+    def set_owner(parked):  # the last that is done
         world.offload.room = False
         interrupt()
         until_told(world)
 
-    world.safe_points.speaks = speaks
+    world.safe_points.set_owner = set_owner
     with pytest.raises(KeyboardInterrupt):
         world.engine.yield_(TENSORS)
     missing = [line for line in caplog.messages if line.startswith("after an interrupt: ")]
@@ -178,11 +195,11 @@ def test_a_way_back_without_room_is_logged_and_the_memory_not_lost(world, caplog
 def test_who_asked_for_a_yield_that_the_stopped_thread_had_undone_is_told(world, room, error, said):
     """The job's thread stands still and was interrupted; whoever asked is another."""
 
-    def speaks(parked):  # the last that is done
+    def set_owner(parked):  # the last that is done
         world.offload.room = room
         world.engine.phases.urgency.interrupt()
 
-    world.safe_points.speaks = speaks
+    world.safe_points.set_owner = set_owner
     with pytest.raises(error) as caught:
         world.engine.yield_(TENSORS)
     assert str(caught.value) == f"yield: the job was interrupted; {said}"
@@ -247,12 +264,12 @@ def test_for_an_interrupted_caller_the_way_back_waits_for_no_callback_either(wor
         threads.append(threading.current_thread())
         go.wait(30)
 
-    def speaks(parked):  # the last that is done
+    def set_owner(parked):  # the last that is done
         interrupt()
         until_told(world)
 
     world.callbacks.add(None, slow, None, 5.0)
-    world.safe_points.speaks = speaks
+    world.safe_points.set_owner = set_owner
     try:
         with pytest.raises(KeyboardInterrupt):
             world.engine.yield_(TENSORS)
@@ -296,19 +313,19 @@ def test_an_interrupt_cancels_nobody_elses_operation(world):
         world.offload.during_copy = during_copy
         operation = world.engine.submit(TENSORS, "somebody")
         assert copying.wait(20)
-        operate = world.engine._caller._operate
+        operate = world.engine._waiter._operate
 
         def refused(*arguments, urgency, **more):
             interrupt()
             until_interrupted(urgency)
             return operate(*arguments, urgency=urgency, **more)
 
-        world.engine._caller._operate = refused
+        world.engine._waiter._operate = refused
         with pytest.raises(KeyboardInterrupt):
             world.engine.restore()
         go.set()
         assert ended(world, operation.id).state is OperationState.DONE
-        world.engine._caller._operate = operate
+        world.engine._waiter._operate = operate
         world.engine.restore()
         job.goes_on()
 
@@ -347,7 +364,10 @@ def test_who_waits_logs_nothing_by_himself(world, caplog):
     with three_times, pytest.raises(KeyboardInterrupt):
         world.engine.yield_(TENSORS)
     go.set()
-    for told in ("a yield is undone", "KeyboardInterrupt: the job goes on WITHOUT its memory"):
+    for told in (
+        "a yield is undone first",
+        "KeyboardInterrupt: the job goes on WITHOUT its memory",
+    ):
         while told not in caplog.text:
             threading.Event().wait(0.01)
     main = threading.main_thread().ident
@@ -370,14 +390,14 @@ def arm(world: World, moment: str, again: SecondInterrupt) -> None:
         run(*arguments)
         raises_once()
 
-    apart = world.engine._caller._apart
-    run, raises_once = apart.run, once(raises)
+    thread = world.engine._waiter._thread
+    run, raises_once = thread.run, once(raises)
     if moment == "while it copies":
         world.offload.during_copy = once(waits)
     elif moment == "when all is away":
-        world.safe_points.speaks = once(waits)  # the last that is done
+        world.safe_points.set_owner = once(waits)  # the last that is done
     else:
-        apart.run = and_raises
+        thread.run = and_raises
 
 
 @pytest.mark.parametrize("moment", ["while it copies", "when all is away", "when it has ended"])
@@ -394,7 +414,7 @@ def test_a_second_interrupt_in_whichever_line_leaves_nothing_away(moment):
         if again.seen and not again.where:
             break
         lines += bool(again.seen)  # the first may hit the tracing, which ends it
-        while world.engine._docket.running is not None:
+        while world.engine._current.running is not None:
             threading.Event().wait(0.001)
         if world.engine.status.state is YieldState.RUNNING:
             world.engine.yield_(TENSORS)
