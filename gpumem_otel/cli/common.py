@@ -1,4 +1,4 @@
-"""What several verbs share: reading input, writing output whole or not at all, progress."""
+"""What several verbs share: options, reading input, printing, writing output, progress."""
 
 from __future__ import annotations
 
@@ -10,29 +10,60 @@ import tempfile
 import threading
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
-    from gpumem_otel.base.profile import ProfileKind
+    from gpumem_otel.base.profile import ProfileKind, Stack
     from gpumem_otel.base.protocols import FrameNamer
     from gpumem_otel.profiles.of_file import OpenedFile
     from gpumem_otel.snapshot.snapshot import TorchSnapshot
 
+_F = TypeVar("_F", bound="Callable[..., object]")
+
 STDIN_NAME = "<stdin>"
 
 ROWS = click.IntRange(1, 2**31)
-"""How many to show; more than fits a machine's own counters is a slip."""
+"""How many rows to show; a number above the range of C integers is a typing error."""
+
+SOURCE = click.argument("source", metavar="IN")
+OUTPUT = click.option(
+    "-o", "--output", required=True, metavar="OUT", help='File, or "-" for stdout.'
+)
+DEVICE = click.option("--device", type=int, metavar="N", help="Only this device.")
+
+
+def options(*decorators: Callable[[_F], _F]) -> Callable[[_F], _F]:
+    """Several options as one decorator; the help lists them in this order."""
+
+    def decorate(function: _F) -> _F:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return decorate
+
+
+def json_option(text: str) -> Callable[[_F], _F]:
+    """The option that prints JSON instead of text."""
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
+def kind_option(text: str, *kinds: str) -> Callable[[_F], _F]:
+    """The option that chooses the kind of profile."""
+    choice = click.Choice(kinds)
+    return click.option("--kind", type=choice, default="live", show_default=True, help=text)
+
 
 _PPROF_BYTES = 64 << 20
 _PPROF_TEXT_BYTES = 32 << 20
 
 
 class CommandFailed(click.ClickException):
-    """The asked thing failed: exit code 1."""
+    """What was asked for failed: exit code 1."""
 
     exit_code = 1
 
@@ -46,16 +77,33 @@ def environ() -> Mapping[str, str]:
 
 def warn(message: str) -> None:
     """One line on stderr about something that does not stop the work."""
+    _echo_line("warning", message)
+
+
+def error_line(message: str) -> None:
+    """One line on stderr about what failed."""
+    _echo_line("error", message)
+
+
+def _echo_line(level: str, message: str) -> None:
     from gpumem_otel.base.text import printable
 
-    click.echo(f"gpumem-otel: warning: {printable(' '.join(message.split()))}", err=True)
+    click.echo(f"gpumem-otel: {level}: {printable(' '.join(message.split()))}", err=True)
+
+
+def forget_stdout() -> None:
+    """Point a broken stdout at /dev/null, or the interpreter reports it at exit."""
+    with suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def keep_inputs(output: str, *inputs: str | None) -> None:
-    """Refuse to write over what is read: an input may be the only one there is.
+    """Refuse to overwrite an input, which may be the only copy.
 
     Raises:
-        click.BadParameter: the output is one of the inputs, by whatever name.
+        click.BadParameter: the output is one of the inputs, by this name or another.
     """
     for path in inputs:
         if path is None or "-" in {path, output}:
@@ -71,7 +119,7 @@ def read_bytes(path: str) -> bytes:
     """The whole input, which may be a snapshot, a recording or pprof; `-` is standard input.
 
     Raises:
-        SnapshotError: it can not be read, or is none of these.
+        SnapshotError: it cannot be read, or is none of these.
     """
     from gpumem_otel.errors import SnapshotError
     from gpumem_otel.snapshot.load import read_all
@@ -84,7 +132,7 @@ def read_bytes(path: str) -> bytes:
 
 
 def name_of(path: str) -> str:
-    """What messages call an input."""
+    """The name of an input in messages."""
     return STDIN_NAME if path == "-" else path
 
 
@@ -92,7 +140,7 @@ def load(path: str) -> TorchSnapshot:
     """Read a snapshot, or the last one of a recording; `-` is standard input.
 
     Raises:
-        SnapshotError: it can not be read.
+        SnapshotError: it cannot be read.
     """
     return open_source(path).snapshot
 
@@ -101,25 +149,30 @@ def open_source(path: str) -> OpenedFile:
     """Read a snapshot or recording; `-` is standard input.
 
     Raises:
-        SnapshotError: it can not be read.
+        SnapshotError: it cannot be read.
     """
     from gpumem_otel.profiles.of_file import open_bytes
 
     _collect_no_garbage()
     with progress(f"reading {path}"):
         data = read_bytes(path)
-        with _pprof_said(data):
+        with _pprof_named(data):
             return open_bytes(data, name_of(path))
 
 
+def warn_of(source: str, warnings: Iterable[str]) -> None:
+    """A line for each warning about an input."""
+    for warning in warnings:
+        warn(f"{source}: {warning}")
+
+
 def warn_about(opened: OpenedFile, kind: ProfileKind) -> None:
-    """Say what a reader of profiles of this kind should know."""
-    for warning in opened.warnings_of(kind):
-        warn(f"{opened.snapshot.source}: {warning}")
+    """Warn of what a reader of profiles of this kind should know."""
+    warn_of(opened.snapshot.source, opened.warnings_of(kind))
 
 
 def _collect_no_garbage() -> None:
-    """Until the verb has ended: a snapshot is millions of objects, and none of them is garbage."""
+    """Until the verb ends: a snapshot is millions of objects, and none of them is garbage."""
     context = click.get_current_context(silent=True)
     if context is not None and gc.isenabled():
         gc.disable()
@@ -127,8 +180,8 @@ def _collect_no_garbage() -> None:
 
 
 @contextmanager
-def _pprof_said(data: bytes) -> Iterator[None]:
-    """What is no snapshot may be what `convert` made of one: then the error says that."""
+def _pprof_named(data: bytes) -> Iterator[None]:
+    """Where the input is a pprof profile (which `convert` writes), the error says so."""
     from gpumem_otel.errors import EncodeError, SnapshotError
 
     try:
@@ -149,7 +202,7 @@ def _pprof_said(data: bytes) -> Iterator[None]:
 
 
 def namer_for(snapshot: TorchSnapshot) -> FrameNamer:
-    """Recordings carry final names; plain files give `file.py:function`."""
+    """Recordings hold final names; the names of plain files become `file.py:function`."""
     from gpumem_otel.snapshot import stacks
 
     return stacks.identity_namer if snapshot.resolved else stacks.file_function_namer
@@ -165,16 +218,29 @@ def pick_devices(snapshot: TorchSnapshot, device: int | None) -> tuple[int, ...]
     if device is None:
         return devices
     if device not in devices:
-        there = ", ".join(map(str, devices)) or "none"
-        raise click.BadParameter(
-            f"device {device} is not in {snapshot.source} (devices: {there})",
-            param_hint="'--device'",
-        )
+        raise no_such_device(device, f"not in {snapshot.source}", devices)
     return (device,)
 
 
+def no_such_device(device: int, where: str, devices: Iterable[int]) -> click.BadParameter:
+    """The error about a device that no input has."""
+    known = ", ".join(map(str, devices)) or "none"
+    message = f"device {device} is {where} (devices: {known})"
+    return click.BadParameter(message, param_hint="'--device'")
+
+
+def fields_of(value: object, *names: str) -> dict[str, Any]:
+    """The named attributes of a value, for JSON, in this order."""
+    return {name: getattr(value, name) for name in names}
+
+
+def frames_of(stack: Stack) -> list[dict[str, Any]]:
+    """The frames of a stack for JSON."""
+    return [fields_of(frame, "name", "filename", "line") for frame in stack]
+
+
 def print_json(value: object) -> None:
-    """Compact enough to read, stable enough to compare."""
+    """Print a value as indented JSON."""
     click.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
@@ -183,8 +249,8 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr for work that lasts over a second, on a terminal only.
 
     Yields:
-        A function (done, total) that may be called to show how far the work is; without, the bar
-        only shows that it goes on.
+        A function (done, total) that shows how far the work is; if it is never called, the bar
+        only shows that the work goes on.
     """
     if not sys.stderr.isatty():
         yield lambda _done, _total: None
@@ -242,12 +308,12 @@ class _LateBar:
 
 
 def write_output(path: str, data: bytes) -> None:
-    """Write a file whole or not at all (a new file beside it, then a rename); `-` is stdout.
+    """Write a file whole or not at all (a temporary file, then a rename); `-` is stdout.
 
-    A device, pipe or socket can not be replaced and is written to directly.
+    A device, pipe or socket cannot be replaced and is written to directly.
 
     Raises:
-        CommandFailed: it can not be written; a file that was there is as it was.
+        CommandFailed: it cannot be written; an existing file is unchanged.
     """
     if path == "-":
         sys.stdout.buffer.write(data)
@@ -281,7 +347,7 @@ def write_output(path: str, data: bytes) -> None:
 
 
 def _mode_for(target: Path) -> int:
-    """What the file had, or what a plain open() would give it; mkstemp's 0600 surprises."""
+    """The existing file's mode, or that of a plain open(); mkstemp's is 0600."""
     try:
         return target.stat().st_mode & 0o777
     except OSError:

@@ -313,7 +313,7 @@ def test_hints_name_packages_that_can_be_installed(no_torch, monkeypatch):
 def test_a_run_folder_that_can_not_be_made(tmp_path):
     (check,) = named({"GPUMEM_OTEL_RUN_DIR": "/proc/nowhere/run"}, "run folder")
     assert (check.status, check.detail) == (
-        checks.PROBLEM, "/proc/nowhere/run can not be made in /proc"
+        checks.PROBLEM, "/proc/nowhere/run cannot be created in /proc"
     )  # fmt: skip
     assert check.advice == "set GPUMEM_OTEL_RUN_DIR"
     (check,) = named({"GPUMEM_OTEL_RUN_DIR": str(tmp_path / "a" / "b")}, "run folder")

@@ -68,7 +68,7 @@ def test_durations(text, seconds):
 
 @pytest.mark.parametrize("text", ["", "m", "-1", "nan", "inf", "1_0", "1e3", "5 m", "\u0661", "1w"])
 def test_what_is_no_duration(text):
-    with pytest.raises(click.BadParameter, match="is no duration"):
+    with pytest.raises(click.BadParameter):
         command._duration(text)
 
 
