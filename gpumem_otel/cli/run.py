@@ -87,7 +87,7 @@ def command(
         os.execve(program, job, ours)  # noqa: S606 - running the user's command is the verb
     except OSError as error:
         raise launch.not_started(job[0], error) from error
-    finally:  # it was not started
+    finally:  # only where it was not started
         for number, handler in ignored.items():
             signal.signal(number, handler)
 

@@ -287,7 +287,7 @@ def test_a_signal_that_came_too_late_does_not_change_the_end():
         "with supervise._signals_waited_for():\n"
         "    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):\n"
         "        os.kill(os.getpid(), number)\n"
-        "raise SystemExit(supervise._end_alike(3))\n"
+        "raise SystemExit(supervise._end_like_job(3))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")

@@ -120,7 +120,7 @@ def test_a_file_that_can_not_be_put_back_is_told(tmp_path):
 def test_what_is_no_recording_is_refused(tmp_path, content):
     path = tmp_path / "run.gpumem"
     path.write_bytes(content)
-    with pytest.raises(click.UsageError, match="run exists and is no recording; choose another"):
+    with pytest.raises(click.UsageError, match="run exists"):
         record_files.check_target("run", path)
     assert path.read_bytes() == content
 
