@@ -434,4 +434,4 @@ def _refused(way: str, line: str, advice: str) -> Check:
 
 
 def _else(other: bool, name: str) -> str:
-    return f"{name} takes commands all the same" if other else "no commands are taken"
+    return f"{name} still takes commands" if other else "no commands are taken"

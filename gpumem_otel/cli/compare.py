@@ -7,19 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from gpumem_otel.base.text import human_bytes, printable, table
-from gpumem_otel.cli.common import (
-    DEVICE,
-    ROWS,
-    CommandFailed,
-    fields_of,
-    frames_of,
-    json_option,
-    no_such_device,
-    open_source,
-    print_json,
-    progress,
-    warn,
-)
+from gpumem_otel.cli.inputs import no_such_device, open_source
+from gpumem_otel.cli.output import CommandFailed, fields_of, frames_of, print_json, progress, warn
+from gpumem_otel.cli.shared_options import DEVICE, ROWS, json_option
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -177,7 +167,7 @@ def _stacks(
 
     Raises:
         NoHistoryError: no device of a file has the events that the kind needs.
-        CommandFailed: the sizes of the two files are not of one unit.
+        CommandFailed: the sizes of the two files have different units.
     """
     from gpumem_otel.base.profile import HeapProfile
     from gpumem_otel.profiles.compare import compare_profiles
@@ -233,14 +223,14 @@ def _print_stacks(
     rows = [
         (
             f"  {change.value}",
-            _signed(sums.delta_bytes),
-            human_bytes(sums.before_bytes),
-            human_bytes(sums.after_bytes),
-            f"{sums.before_objects:,}",
-            f"{sums.after_objects:,}",
-            f"{sums.stacks:,}",
+            _signed(category.delta_bytes),
+            human_bytes(category.before_bytes),
+            human_bytes(category.after_bytes),
+            f"{category.before_objects:,}",
+            f"{category.after_objects:,}",
+            f"{category.stacks:,}",
         )
-        for change, sums in comparison.categories.items()
+        for change, category in comparison.categories.items()
     ]
     headers = ("", "change", "before", "after", "count", "count after", "stacks")
     click.echo(table(headers, rows, left=frozenset({0})), nl=False)
@@ -264,8 +254,8 @@ def _stacks_form(pair: _Pair, comparison: Comparison, number: int | None) -> dic
         **pair.form(),
         **fields_of(comparison, *_SIZES),
         "categories": {
-            change.value: fields_of(sums, "stacks", *_SIZES)
-            for change, sums in comparison.categories.items()
+            change.value: fields_of(category, "stacks", *_SIZES)
+            for change, category in comparison.categories.items()
         },
         "changes": [
             {

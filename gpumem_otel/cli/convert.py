@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import (
-    DEVICE,
-    OUTPUT,
-    SOURCE,
-    keep_inputs,
-    kind_option,
-    open_source,
-    pick_devices,
-    progress,
-    warn_about,
-    write_output,
-)
+from gpumem_otel.cli.inputs import keep_inputs, open_source, pick_devices
+from gpumem_otel.cli.output import progress, warn_about, write_output
+from gpumem_otel.cli.shared_options import DEVICE, OUTPUT, SOURCE, kind_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

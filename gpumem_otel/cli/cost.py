@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from gpumem_otel.base.profile import DeviceStats, DeviceTotals, Identity, SourceStatus, StepStats
-from gpumem_otel.cli.common import environ, fields_of, json_option, print_json, warn
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import fields_of, print_json, warn
+from gpumem_otel.cli.shared_options import json_option
 from gpumem_otel.metrics.observation import Observation
 from gpumem_otel.metrics.table import rows
 from gpumem_otel.metrics.values import DEFAULT_POOL, PRIVATE_POOLS_SHOWN

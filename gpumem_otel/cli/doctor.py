@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import environ, json_option, print_json, progress
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import print_json, progress
+from gpumem_otel.cli.shared_options import json_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

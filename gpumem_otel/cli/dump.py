@@ -6,16 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpumem_otel.cli.common import (
-    OUTPUT,
-    SOURCE,
-    keep_inputs,
-    name_of,
-    progress,
-    read_bytes,
-    warn_of,
-    write_output,
-)
+from gpumem_otel.cli.inputs import keep_inputs, name_of, read_bytes
+from gpumem_otel.cli.output import progress, warn_of, write_output
+from gpumem_otel.cli.shared_options import OUTPUT, SOURCE
 
 if TYPE_CHECKING:
     from gpumem_otel.recording.format import Recording

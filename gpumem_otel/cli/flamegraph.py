@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gpumem_otel.cli.common import DEVICE, kind_option
+from gpumem_otel.cli.shared_options import DEVICE, kind_option
 
 _EPILOG = """\b
 Examples:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import options as grouped
+from gpumem_otel.cli.shared_options import options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ def not_started(command: str, error: OSError) -> click.ClickException:
     return CommandNotFound(command) if missing else CommandNotExecutable(command)
 
 
-job_options = grouped(
+job_options = options(
     click.option("--service", metavar="NAME", help="Service name on all series."),
     click.option("--pyroscope", metavar="URL", help="Push profiles to this server."),
     click.option("--stacks", type=click.Choice(["python", "all"]), help="all: C++ too."),

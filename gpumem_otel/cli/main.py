@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from gpumem_otel._version import __version__
-from gpumem_otel.cli.common import error_line, forget_stdout
+from gpumem_otel.cli.output import error_line, forget_stdout
 from gpumem_otel.errors import ConfigError, GpumemError, SnapshotError
 
 if TYPE_CHECKING:

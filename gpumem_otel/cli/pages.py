@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import (
-    keep_inputs,
-    open_source,
-    pick_devices,
-    progress,
-    warn,
-    warn_about,
-    write_output,
-)
+from gpumem_otel.cli.inputs import keep_inputs, open_source, pick_devices
+from gpumem_otel.cli.output import progress, warn, warn_about, write_output
 
 if TYPE_CHECKING:
     from gpumem_otel.base.profile import ProfileKind

@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from gpumem_otel.base.text import human_bytes
-from gpumem_otel.cli.common import (
-    DEVICE,
-    CommandFailed,
-    environ,
-    name_of,
-    namer_for,
-    pick_devices,
-    progress,
-    read_bytes,
-    warn,
-)
+from gpumem_otel.cli.inputs import environ, name_of, namer_for, pick_devices, read_bytes
+from gpumem_otel.cli.output import CommandFailed, progress, warn
+from gpumem_otel.cli.shared_options import DEVICE
 from gpumem_otel.errors import ConfigError
 
 if TYPE_CHECKING:

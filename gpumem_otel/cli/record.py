@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from gpumem_otel.cli import launch, record_files
-from gpumem_otel.cli.common import CommandFailed, environ
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import CommandFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

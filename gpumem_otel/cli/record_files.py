@@ -56,7 +56,7 @@ def check_target(out: str, target: Path) -> None:
         CommandFailed: it cannot be written.
         click.UsageError: the file exists and is not a recording.
     """
-    from gpumem_otel.cli.common import CommandFailed
+    from gpumem_otel.cli.output import CommandFailed
 
     if target.is_dir():
         raise CommandFailed(f"{out}: is a directory")

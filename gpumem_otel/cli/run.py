@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from gpumem_otel.cli import launch, record_files
-from gpumem_otel.cli.common import environ, warn
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import warn
 
 if TYPE_CHECKING:
     from gpumem_otel.settings.config import Config

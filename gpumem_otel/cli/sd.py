@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import environ, warn, write_output
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import warn, write_output
 from gpumem_otel.errors import ServeError
 
 if TYPE_CHECKING:

@@ -11,21 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from gpumem_otel.base.text import human_bytes, percent, printable
-from gpumem_otel.cli.common import (
-    DEVICE,
-    ROWS,
-    SOURCE,
-    environ,
-    fields_of,
-    frames_of,
-    json_option,
-    load,
-    namer_for,
-    pick_devices,
-    print_json,
-    progress,
-    warn_of,
-)
+from gpumem_otel.cli.inputs import environ, load, pick_devices, stack_builder
+from gpumem_otel.cli.output import fields_of, frames_of, print_json, progress, warn_of
+from gpumem_otel.cli.shared_options import DEVICE, ROWS, SOURCE, json_option
 from gpumem_otel.snapshot.layout import LEGEND, allocated_in, free_in, strip
 
 if TYPE_CHECKING:
@@ -148,8 +136,6 @@ def _title(segments: Sequence[Segment]) -> str:
 
 
 def _print(snapshot: TorchSnapshot, shown: Sequence[Segment], width: int, *, each: bool) -> None:
-    from gpumem_otel.snapshot.stacks import StackBuilder
-
     colour = sys.stdout.isatty() and not environ().get("NO_COLOR")
     legend = "   ".join(f"{_coloured(mark, colour)} {text}" for mark, text in LEGEND)
     click.echo(legend, color=colour)
@@ -159,7 +145,7 @@ def _print(snapshot: TorchSnapshot, shown: Sequence[Segment], width: int, *, eac
     room = width - sum(widths) - 2 * len(widths) - 2
     same_line = room >= _NARROWEST
     click.echo(_joined(_HEADERS, widths))
-    builder = StackBuilder(namer_for(snapshot), resolved=snapshot.resolved)
+    builder = stack_builder(snapshot)
     for segment, row in zip(shown, rows, strict=True):
         blocks = ((block.size_bytes, block.state) for block in segment.blocks)
         drawn = strip(blocks, segment.size_bytes, room if same_line else width - 2)
@@ -215,9 +201,7 @@ def _print_blocks(segment: Segment, builder: StackBuilder) -> None:
 
 def _json(snapshot: TorchSnapshot, shown: Sequence[Segment], rest: Sequence[Segment]) -> object:
     """Stacks are listed once: a block's `stack` is an index of `stacks`, null where it has none."""
-    from gpumem_otel.snapshot.stacks import StackBuilder
-
-    builder = StackBuilder(namer_for(snapshot), resolved=snapshot.resolved)
+    builder = stack_builder(snapshot)
     stacks: dict[Stack, int] = {}
 
     def index_of(frames: Stack) -> int | None:

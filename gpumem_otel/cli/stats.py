@@ -8,17 +8,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from gpumem_otel.base.text import human_bytes, percent, printable, table
-from gpumem_otel.cli.common import (
-    DEVICE,
-    SOURCE,
-    fields_of,
-    json_option,
-    load,
-    pick_devices,
-    print_json,
-    progress,
-    warn_of,
-)
+from gpumem_otel.cli.inputs import load, pick_devices
+from gpumem_otel.cli.output import fields_of, print_json, progress, warn_of
+from gpumem_otel.cli.shared_options import DEVICE, SOURCE, json_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,8 +113,8 @@ def _form(item: _Device) -> dict[str, object]:
         **fields_of(totals, *_FIELDS),
         "events": item.events,
         "states": {
-            state.value: fields_of(sums, "blocks", "size_bytes", "requested_bytes")
-            for state, sums in layout.states.items()
+            state.value: fields_of(group, "blocks", "size_bytes", "requested_bytes")
+            for state, group in layout.states.items()
         },
         "free_bytes": totals.reserved_bytes - totals.active_bytes,
         "free": {
@@ -137,8 +129,8 @@ def _form(item: _Device) -> dict[str, object]:
         if largest is None
         else fields_of(largest, "size_bytes", "address", "stream", "kind"),
         "pools": [
-            {"pool": list(pool), **fields_of(sums, *pool_fields)}
-            for pool, sums in sorted(layout.pools.items())
+            {"pool": list(pool), **fields_of(pool_totals, *pool_fields)}
+            for pool, pool_totals in sorted(layout.pools.items())
         ],
         "expandable": fields_of(layout.expandable, "segments", "ranges", "reserved_bytes"),
         "peak": None if item.peak is None else _peak_form(item.peak),
@@ -182,8 +174,8 @@ def _rows(item: _Device) -> list[tuple[str, str]]:
         ("blocks", f"{totals.blocks:,}"),
     ]
     rows += [
-        (f"  {state.value}", f"{human_bytes(sums.size_bytes)} in {sums.blocks:,}")
-        for state, sums in layout.states.items()
+        (f"  {state.value}", f"{human_bytes(group.size_bytes)} in {group.blocks:,}")
+        for state, group in layout.states.items()
     ]
     if layout.expandable.segments:
         count = f"{layout.expandable.segments:,} in {layout.expandable.ranges:,}"
@@ -215,12 +207,12 @@ def _pool_rows(layout: Layout) -> list[tuple[str, str]]:
     from gpumem_otel.snapshot.labels import pool_name
 
     rows = []
-    for pool, sums in sorted(layout.pools.items()):
+    for pool, pool_totals in sorted(layout.pools.items()):
         rows += [
-            (f"pool {pool_name(pool)} reserved", human_bytes(sums.reserved_bytes)),
-            ("  allocated", human_bytes(sums.allocated_bytes)),
-            ("  waiting for a stream", human_bytes(sums.pending_free_bytes)),
-            ("  free", human_bytes(sums.free_bytes)),
+            (f"pool {pool_name(pool)} reserved", human_bytes(pool_totals.reserved_bytes)),
+            ("  allocated", human_bytes(pool_totals.allocated_bytes)),
+            ("  waiting for a stream", human_bytes(pool_totals.pending_free_bytes)),
+            ("  free", human_bytes(pool_totals.free_bytes)),
         ]
     return rows
 

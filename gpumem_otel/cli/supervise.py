@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpumem_otel.cli import launch
-from gpumem_otel.cli.common import warn
+from gpumem_otel.cli.output import warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence

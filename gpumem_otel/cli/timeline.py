@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from gpumem_otel.cli.common import DEVICE, SOURCE
+from gpumem_otel.cli.shared_options import DEVICE, SOURCE
 
 _EPILOG = """\b
 Examples:

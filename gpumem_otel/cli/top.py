@@ -6,20 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import (
-    DEVICE,
-    ROWS,
-    SOURCE,
-    fields_of,
-    frames_of,
-    json_option,
-    kind_option,
-    open_source,
-    pick_devices,
-    print_json,
-    progress,
-    warn_about,
-)
+from gpumem_otel.cli.inputs import open_source, pick_devices
+from gpumem_otel.cli.output import fields_of, frames_of, print_json, progress, warn_about
+from gpumem_otel.cli.shared_options import DEVICE, ROWS, SOURCE, json_option, kind_option
 
 if TYPE_CHECKING:
     from gpumem_otel.base.profile import HeapProfile

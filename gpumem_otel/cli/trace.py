@@ -12,20 +12,9 @@ from typing import TYPE_CHECKING
 import click
 
 from gpumem_otel.base.text import human_bytes, printable
-from gpumem_otel.cli.common import (
-    DEVICE,
-    ROWS,
-    SOURCE,
-    CommandFailed,
-    fields_of,
-    frames_of,
-    json_option,
-    namer_for,
-    open_source,
-    pick_devices,
-    warn,
-    warn_of,
-)
+from gpumem_otel.cli.inputs import open_source, pick_devices, stack_builder
+from gpumem_otel.cli.output import CommandFailed, fields_of, frames_of, warn, warn_of
+from gpumem_otel.cli.shared_options import DEVICE, ROWS, SOURCE, json_option
 from gpumem_otel.profiles.stack_text import short_line
 from gpumem_otel.profiles.tables import stack_lines
 from gpumem_otel.snapshot.labels import pool_name
@@ -181,14 +170,16 @@ def command(
             f"{snapshot.source}: holds no events; record history "
             "(torch.cuda.memory._record_memory_history()) to have them"
         )
-    shown: _Json | _Text = (
-        _Json(snapshot, frames=frames)
-        if as_json
-        else _Text(snapshot, frames=frames, absolute=absolute, start_us=start_us)
-    )
+    stacks = _Stacks(snapshot)
+    from_us = None if absolute else start_us or 0
     for index in devices:
         if events := snapshot.raw_events(index):
-            _write(shown.lines(index, events, _some(events, wanted, number, tail)))
+            chosen = _some(events, wanted, number, tail)
+            _write(
+                _json_lines(stacks, index, chosen, frames=frames)
+                if as_json
+                else _text_lines(stacks, index, events, chosen, frames=frames, start_us=from_us)
+            )
 
 
 def _overflows(snapshot: TorchSnapshot, devices: Sequence[int]) -> Iterator[str]:
@@ -275,9 +266,7 @@ class _Stacks:
     """The names of stacks, built once for each distinct stack."""
 
     def __init__(self, snapshot: TorchSnapshot) -> None:
-        from gpumem_otel.snapshot.stacks import StackBuilder
-
-        self._builder = StackBuilder(namer_for(snapshot), resolved=snapshot.resolved)
+        self._builder = stack_builder(snapshot)
         self._known: dict[tuple[int, ...], tuple[str, Stack]] = {}
 
     def __call__(self, frames: Sequence[RawFrame]) -> tuple[str, Stack]:
@@ -289,51 +278,44 @@ class _Stacks:
         return self._known[key]
 
 
-class _Text:
-    """Lines for people."""
-
-    def __init__(
-        self, snapshot: TorchSnapshot, *, frames: bool, absolute: bool, start_us: int | None
-    ) -> None:
-        self._stacks = _Stacks(snapshot)
-        self._frames = frames
-        self._absolute = absolute
-        self._start_us = start_us or 0
-
-    def lines(
-        self, device: int, events: Sequence[RawEvent], chosen: Iterable[EventLine]
-    ) -> Iterator[str]:
-        """A title, headers and the events; a line where none matches."""
-        digits = max(len(str(len(events))), len("event"))
-        time = "time (UTC)" if self._absolute else "seconds"
-        width = _DAY_WIDTH if self._absolute else _SECONDS_WIDTH
-        yield f"device {device}: {len(events):,} events{_span(events)}\n"
-        yield (
-            f"{'event':>{digits}}  {time:>{width}}  {'action':14}  {'size':>10}  "
-            f"{'address':14}  {'stream':>14}  {'pool':7}  where\n"
+def _text_lines(
+    stacks: _Stacks,
+    device: int,
+    events: Sequence[RawEvent],
+    chosen: Iterable[EventLine],
+    *,
+    frames: bool,
+    start_us: int | None,
+) -> Iterator[str]:
+    """A title, headers and the chosen events; times of day where `start_us` is None."""
+    digits = max(len(str(len(events))), len("event"))
+    width = _DAY_WIDTH if start_us is None else _SECONDS_WIDTH
+    yield f"device {device}: {len(events):,} events{_span(events)}\n"
+    yield (
+        f"{'event':>{digits}}  {'time (UTC)' if start_us is None else 'seconds':>{width}}  "
+        f"{'action':14}  {'size':>10}  {'address':14}  {'stream':>14}  {'pool':7}  where\n"
+    )
+    event = None
+    for event in chosen:
+        where, stack = stacks(event.frames)
+        address = "-" if event.address is None else f"{event.address:#x}"
+        pool = "-" if event.pool_id is None else pool_name(event.pool_id)
+        line = (
+            f"{event.number:>{digits}}  {_time_text(event.time_us, start_us):>{width}}  "
+            f"{printable(event.action):14}  {human_bytes(event.size_bytes):>10}  "
+            f"{address:14}  {event.stream:>#14x}  {pool:7}  {_notes(event)}{where}"
         )
-        event = None
-        for event in chosen:
-            where, stack = self._stacks(event.frames)
-            address = "-" if event.address is None else f"{event.address:#x}"
-            pool = "-" if event.pool_id is None else pool_name(event.pool_id)
-            line = (
-                f"{event.number:>{digits}}  {self._time(event.time_us):>{width}}  "
-                f"{printable(event.action):14}  {human_bytes(event.size_bytes):>10}  "
-                f"{address:14}  {event.stream:>#14x}  {pool:7}  {_marks(event)}{where}"
-            )
-            yield line.rstrip() + "\n"
-            if self._frames:
-                yield from (f"{'':{digits + 4}}{line}\n" for line in stack_lines(stack))
-        if event is None:
-            yield "no event matches\n"
+        yield line.rstrip() + "\n"
+        if frames:
+            yield from (f"{'':{digits + 4}}{line}\n" for line in stack_lines(stack))
+    if event is None:
+        yield "no event matches\n"
 
-    def _time(self, time_us: int | None) -> str:
-        if time_us is None:
-            return "-"
-        if self._absolute:
-            return _day_time(time_us)
-        return f"{(time_us - self._start_us) / 1e6:.6f}"
+
+def _time_text(time_us: int | None, start_us: int | None) -> str:
+    if time_us is None:
+        return "-"
+    return _day_time(time_us) if start_us is None else f"{(time_us - start_us) / 1e6:.6f}"
 
 
 def _span(events: Sequence[RawEvent]) -> str:
@@ -345,40 +327,32 @@ def _span(events: Sequence[RawEvent]) -> str:
     return f" in {(last - first) / 1e6:.6f} s from {_day_time(first)}"
 
 
-def _marks(event: EventLine) -> str:
+def _notes(event: EventLine) -> str:
     """Notes on an event, each in brackets with a blank after it."""
-    mark = "[alloc not seen] " if event.unseen else ""
+    note = "[alloc not seen] " if event.unseen else ""
     if event.device_free_bytes is not None:
-        mark += f"[device had {human_bytes(event.device_free_bytes)} free] "
+        note += f"[device had {human_bytes(event.device_free_bytes)} free] "
     if event.user_metadata:
-        mark += f"[{printable(event.user_metadata)}] "
-    return mark
+        note += f"[{printable(event.user_metadata)}] "
+    return note
 
 
-class _Json:
-    """Objects for programs."""
-
-    def __init__(self, snapshot: TorchSnapshot, *, frames: bool) -> None:
-        self._stacks = _Stacks(snapshot)
-        self._frames = frames
-
-    def lines(
-        self, device: int, events: Sequence[RawEvent], chosen: Iterable[EventLine]
-    ) -> Iterator[str]:
-        """An object a line."""
-        del events
-        encode = json.JSONEncoder(ensure_ascii=False).encode
-        for event in chosen:
-            where, stack = self._stacks(event.frames)
-            form: dict[str, object] = {
-                "device": device,
-                "event": event.number,
-                **fields_of(event, "action", "time_us", "size_bytes", "address", "stream"),
-                "pool": event.pool_id,
-                "allocation_seen": not event.unseen,
-                **fields_of(event, "device_free_bytes", "compile_context", "user_metadata"),
-                "where": where,
-            }
-            if self._frames:
-                form["frames"] = frames_of(stack)
-            yield encode(form) + "\n"
+def _json_lines(
+    stacks: _Stacks, device: int, chosen: Iterable[EventLine], *, frames: bool
+) -> Iterator[str]:
+    """An object a line."""
+    encode = json.JSONEncoder(ensure_ascii=False).encode
+    for event in chosen:
+        where, stack = stacks(event.frames)
+        form: dict[str, object] = {
+            "device": device,
+            "event": event.number,
+            **fields_of(event, "action", "time_us", "size_bytes", "address", "stream"),
+            "pool": event.pool_id,
+            "allocation_seen": not event.unseen,
+            **fields_of(event, "device_free_bytes", "compile_context", "user_metadata"),
+            "where": where,
+        }
+        if frames:
+            form["frames"] = frames_of(stack)
+        yield encode(form) + "\n"

@@ -1,4 +1,4 @@
-"""Files of `record`: which older ones make room, which new ones are told."""
+"""Files of `record`: which older ones are set aside, which new ones are reported."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def test_an_empty_file_stays_and_a_link_stays_a_link(tmp_path):
 
 
 def test_a_recording_that_may_still_be_written_stays(tmp_path):
-    """GIVEN the command line once per node on a shared folder THEN none takes another's file."""
+    """GIVEN one command line per node on a shared folder THEN none takes a file of another."""
     make(tmp_path / "run.gpumem", close=False, pid=os.getpid())
     make(tmp_path / "run-rank1.gpumem", close=False, pid=ended_pid(), node="another")
     make(tmp_path / "run-rank2.gpumem", close=False, pid=ended_pid())  # killed
