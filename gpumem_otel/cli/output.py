@@ -73,7 +73,7 @@ def fields_of(value: object, *names: str) -> dict[str, Any]:
 
 def frames_of(stack: Stack) -> list[dict[str, Any]]:
     """The frames of a stack for JSON."""
-    return [fields_of(frame, "name", "filename", "line") for frame in stack]
+    return [{"name": f.name, "filename": f.filename, "line": f.line} for f in stack]
 
 
 @contextmanager
