@@ -1,4 +1,4 @@
-"""The checks behind `doctor`. None of them hangs, and none changes anything."""
+"""The checks of `doctor`. Each ends within a time limit, and none changes anything."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from gpumem_otel.settings.config import Config, ServeConfig
 
 OK = "ok"
 MISSING = "missing"
-"""Not there, and everything that was asked for works without it."""
+"""Absent, and everything that was asked for works without it."""
 PROBLEM = "problem"
 
 _CONNECT_SECONDS = 3.0
@@ -29,6 +29,8 @@ _OLDEST_TORCH = (2, 3)
 _OTLP_PORTS = {"http": 4318, "https": 4318}
 _NOT_READ = "no metrics and profiles could be fetched"
 _NO_GPU = "profiles and metrics need a CUDA device; files, demo and the command line work"
+_REPAIR_TORCH = "torch itself fails here: repair or reinstall it"
+_SET_RUN_DIR = "set GPUMEM_OTEL_RUN_DIR"
 
 
 class Check(NamedTuple):
@@ -48,7 +50,7 @@ class Check(NamedTuple):
 def run_all(
     environ: Mapping[str, str], *, torch_timeout_seconds: float, require_gpu: bool
 ) -> list[Check]:
-    """All checks, in the order in which they are shown."""
+    """All checks, in the order of the report."""
     from gpumem_otel.settings.options import resolve
 
     config = resolve(environ)
@@ -87,7 +89,7 @@ def _page() -> Check:
     try:
         html.require()
     except PageError as error:
-        return Check("page", MISSING, "flamegraph and timeline can not write pages", str(error))
+        return Check("page", MISSING, "flamegraph and timeline cannot write pages", str(error))
     return Check("page", OK, "flamegraph and timeline write pages")
 
 
@@ -101,24 +103,22 @@ def _torch(environ: Mapping[str, str], timeout: float, *, require_gpu: bool) -> 
     version = str(facts["torch"])
     cuda = facts.get("cuda_build")
     build = f"{version}, built for CUDA {cuda}" if cuda else f"{version}, a build without CUDA"
-    checks = [Check("torch", OK, build)]
-    if _version_pair(version) < _OLDEST_TORCH:
-        checks = [Check("torch", bad, build, "torch 2.3 or newer is needed to record")]
-    checks += [
-        Check("torch", PROBLEM, str(error), "torch itself fails here: mend or reinstall it")
-        for error in _list(facts.get("errors"))
-    ]
     driver = _driver()
-    checks.append(driver)
-    devices = _list(facts.get("devices"))
+    checks = [
+        Check("torch", bad, build, "torch 2.3 or newer is needed to record")
+        if _version_pair(version) < _OLDEST_TORCH
+        else Check("torch", OK, build),
+        *(Check("torch", PROBLEM, str(error), _REPAIR_TORCH) for error in _list(facts, "errors")),
+        driver,
+    ]
+    devices = _list(facts, "devices")
     if not facts.get("cuda_available") or not devices:
-        checks.append(_no_device(facts, driver, bad))
-        return checks
+        return [*checks, _no_device(facts, driver, bad)]
     for index, device in enumerate(devices):
         if isinstance(device, dict):
             size = f"{int(device['total_bytes']) / (1 << 30):.1f} GiB"
             checks.append(Check(f"cuda device {index}", OK, f"{device['name']}, {size}"))
-    return [*checks, *_allocator(facts, environ)]
+    return [*checks, _allocator(facts, environ), _recorder(facts)]
 
 
 def _no_device(facts: Mapping[str, object], driver: Check, bad: str) -> Check:
@@ -128,77 +128,76 @@ def _no_device(facts: Mapping[str, object], driver: Check, bad: str) -> Check:
     why = f"torch is built for CUDA {facts['cuda_build']} but sees no device"
     if driver.status != OK:
         return Check("cuda", bad, f"{why}: no NVIDIA driver here, so nothing is recorded", _NO_GPU)
-    return Check(
-        "cuda",
-        bad,
-        f"{why} although a driver is loaded, so nothing is recorded",
-        "check nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the driver is new enough",
-    )
+    why += " although a driver is loaded, so nothing is recorded"
+    advice = "check nvidia-smi, CUDA_VISIBLE_DEVICES, and whether the driver is new enough"
+    return Check("cuda", bad, why, advice)
 
 
-def _allocator(facts: Mapping[str, object], environ: Mapping[str, str]) -> list[Check]:
-    backend = facts.get("backend")
-    advice = "device metrics only; unset backend: in PYTORCH_CUDA_ALLOC_CONF to record"
-    checks = [
-        Check("allocator", OK, "native caching allocator")
-        if backend == "native"
-        else Check("allocator", PROBLEM, f"allocator backend {backend}", advice)
-    ]
+def _allocator(facts: Mapping[str, object], environ: Mapping[str, str]) -> Check:
     if environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING", "").strip() not in {"", "0"}:
-        checks = [
-            Check(
-                "allocator",
-                PROBLEM,
-                "PYTORCH_NO_CUDA_MEMORY_CACHING is set: there is no allocator state to read",
-                "unset it to record",
-            )
-        ]
-    known = bool(facts.get("recording")) and bool(facts.get("lazy_call"))
-    checks.append(
-        Check("recording", OK, "this torch's recorder is known")
-        if known
-        else Check(
-            "recording", PROBLEM, "this torch's recorder is not known", "report its version to us"
-        )
-    )
-    return checks
+        why = "PYTORCH_NO_CUDA_MEMORY_CACHING is set: there is no allocator state to read"
+        return Check("allocator", PROBLEM, why, "unset it to record")
+    backend = facts.get("backend")
+    if backend == "native":
+        return Check("allocator", OK, "native caching allocator")
+    advice = "device metrics only; unset backend: in PYTORCH_CUDA_ALLOC_CONF to record"
+    return Check("allocator", PROBLEM, f"allocator backend {backend}", advice)
+
+
+def _recorder(facts: Mapping[str, object]) -> Check:
+    if facts.get("recording") and facts.get("lazy_call"):
+        return Check("recording", OK, "this torch's recorder is known")
+    why = "this torch's recorder is not known"
+    return Check("recording", PROBLEM, why, "report its version to us")
 
 
 def _ask_torch(environ: Mapping[str, str], timeout: float) -> Check | dict[str, object]:
-    """Import torch in a child process; what it found, or why it found nothing."""
+    """Import torch in a child process; what it reports, or the check that failed."""
     from importlib.util import find_spec
 
     if find_spec("torch") is None:
         return Check("torch", MISSING, "not installed: files only, which is fine on a laptop")
+    child = _child(("-m", "gpumem_otel.capture.probe"), timeout, environ)
+    if child is None:
+        why = f"importing torch and asking for devices took over {timeout:g} s"
+        advice = "a hanging driver or a slow file system; try nvidia-smi, or a longer --timeout"
+        return Check("torch", PROBLEM, why, advice)
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "gpumem_otel.capture.probe"],
-            capture_output=True,
-            timeout=timeout,
-            check=False,
-            env=dict(environ),
-            stdin=subprocess.DEVNULL,
-        )
-    except subprocess.TimeoutExpired:
-        return Check(
-            "torch",
-            PROBLEM,
-            f"importing torch and asking for devices took over {timeout:g} s",
-            "a hanging driver or a slow file system; try nvidia-smi, or a longer --timeout",
-        )
-    try:
-        facts = json.loads(done.stdout)
+        facts = json.loads(child.stdout)
     except ValueError:
-        last = _last_line(done.stderr) or "no message"
-        detail = f"the process that imports torch ended with {done.returncode}: {last}"
-        return Check("torch", PROBLEM, detail, "torch itself fails here: mend or reinstall it")
+        reason = _last_line(child.stderr) or "no message"
+        why = f"the process that imports torch ended with {child.returncode}: {reason}"
+        return Check("torch", PROBLEM, why, _REPAIR_TORCH)
     if not isinstance(facts, dict) or "torch" not in facts:
-        errors = "; ".join(map(str, _list(facts.get("errors"))))
-        return Check("torch", PROBLEM, errors, "torch itself fails here: mend or reinstall it")
+        errors = _list(facts, "errors") if isinstance(facts, dict) else []
+        return Check("torch", PROBLEM, "; ".join(map(str, errors)), _REPAIR_TORCH)
     return facts
 
 
-def _list(value: object) -> list[object]:
+def _child(
+    arguments: Sequence[str], timeout: float, environ: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[bytes] | None:
+    """Run this Python to its end; None where it takes longer."""
+    try:
+        return subprocess.run(  # noqa: S603 - this Python, with fixed arguments
+            [sys.executable, *arguments],
+            capture_output=True,
+            timeout=timeout,
+            check=False,
+            env=None if environ is None else dict(environ),
+            stdin=subprocess.DEVNULL,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _last_line(written: bytes) -> str:
+    lines = written.decode(errors="replace").strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _list(facts: Mapping[str, object], name: str) -> list[object]:
+    value = facts.get(name)
     return value if isinstance(value, list) else []
 
 
@@ -211,7 +210,7 @@ def _version_pair(version: str) -> tuple[int, int]:
 
 
 def _driver() -> Check:
-    """The kernel module says its version; no library is loaded and no context made."""
+    """The version of the kernel module; loads no library and creates no context."""
     try:
         text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -222,79 +221,51 @@ def _driver() -> Check:
 
 
 def _packages(config: Config) -> list[Check]:
-    wanted = [
-        (
-            "OTLP exporter",
-            "opentelemetry-exporter-otlp-proto-http",
-            config.metrics.otlp,
-            "pip install opentelemetry-exporter-otlp-proto-http",
-        ),
-        (
-            "host profiles",
-            "pyroscope-io",
-            config.host_profiles,
-            "pip install pyroscope-io",
-        ),
-        (
-            "cuda-bindings",
-            "cuda-bindings",
-            False,
-            "pip install 'cuda-bindings>=12.8' nvidia-ml-py (only for driver-level work)",
-        ),
-    ]
+    otlp = "opentelemetry-exporter-otlp-proto-http"
+    driver_level = "pip install 'cuda-bindings>=12.8' nvidia-ml-py (only for driver-level work)"
+    wanted = (
+        ("OTLP exporter", otlp, config.metrics.otlp, f"pip install {otlp}"),
+        ("host profiles", "pyroscope-io", config.host_profiles, "pip install pyroscope-io"),
+        ("cuda-bindings", "cuda-bindings", False, driver_level),
+    )
     checks = []
     for name, package, asked, advice in wanted:
+        bad = PROBLEM if asked else MISSING
         try:
             version = metadata.version(package)
         except metadata.PackageNotFoundError:
-            status = PROBLEM if asked else MISSING
-            checks.append(Check(name, status, f"{package} is not installed", advice))
+            checks.append(Check(name, bad, f"{package} is not installed", advice))
             continue
         check = Check(name, OK, f"{package} {version}")
-        checks.append(_host_profiles(check, asked=asked) if package == "pyroscope-io" else check)
+        checks.append(_host_profiles(check, bad) if package == "pyroscope-io" else check)
     return checks
 
 
-def _host_profiles(installed: Check, *, asked: bool) -> Check:
+def _host_profiles(installed: Check, bad: str) -> Check:
     """Whether its binary fits this Python: tried in a child process, since it is native code."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", "import pyroscope"],
-            capture_output=True,
-            timeout=_IMPORT_SECONDS,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
-        reason = _last_line(done.stderr) or f"its import ended with {done.returncode}"
-        failed = done.returncode != 0
-    except subprocess.TimeoutExpired:
-        reason, failed = f"its import took over {_IMPORT_SECONDS:g} s", True
-    if not failed:
+    child = _child(("-c", "import pyroscope"), _IMPORT_SECONDS)
+    if child is not None and child.returncode == 0:
         return installed
-    return Check(
-        installed.name,
-        PROBLEM if asked else MISSING,
-        f"{installed.detail} does not work here: {reason}",
-        f"install its wheel for Python {platform.python_version()}; all but host profiles works",
+    reason = (
+        f"its import took over {_IMPORT_SECONDS:g} s"
+        if child is None
+        else _last_line(child.stderr) or f"its import ended with {child.returncode}"
     )
-
-
-def _last_line(written: bytes) -> str:
-    lines = written.decode(errors="replace").strip().splitlines()
-    return lines[-1].strip() if lines else ""
+    detail = f"{installed.detail} does not work here: {reason}"
+    advice = f"install its wheel for Python {platform.python_version()}; only host profiles need it"
+    return Check(installed.name, bad, detail, advice)
 
 
 def _settings(config: Config) -> list[Check]:
-    checks = [Check("settings", PROBLEM, warning, "mend it") for warning in config.warnings]
+    checks = [Check("settings", PROBLEM, warning, "correct it") for warning in config.warnings]
     if not config.enabled:
-        checks.append(
-            Check("settings", PROBLEM, "GPUMEM_OTEL_DISABLED is set: install() does nothing")
-        )
+        disabled = "GPUMEM_OTEL_DISABLED is set: install() does nothing"
+        checks.append(Check("settings", PROBLEM, disabled))
     return checks or [Check("settings", OK, "all environment variables can be used")]
 
 
 def _connect(host: str, port: int) -> str:
-    """Why no TCP connection comes about, "" where one does."""
+    """Why no TCP connection can be made, "" where one can."""
     try:
         socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
     except OSError as error:
@@ -324,9 +295,9 @@ def _pyroscope(config: Config, environ: Mapping[str, str]) -> Check:
 def _push_refusal(config: Config, environ: Mapping[str, str]) -> str:
     """Why a push would not arrive, "" where it would.
 
-    A profile without samples is pushed: it goes the way of all pushes (proxy, certificates,
-    credentials, path), servers answer 200 and store nothing of it. Their /ready would say less,
-    and an Alloy in front of them has none.
+    Pushes a profile without samples, by the same way as all pushes (proxy, certificates,
+    credentials, path): servers answer 200 and store nothing. Their /ready would check less, and an
+    Alloy in front of them has none.
     """
     from gpumem_otel.errors import PushError
     from gpumem_otel.profiles import pprof
@@ -356,7 +327,7 @@ def _otlp(config: Config, environ: Mapping[str, str]) -> Check:
     )
     where = _endpoint(url, _OTLP_PORTS.get(urlsplit(url).scheme, 4317))
     if where is None:
-        return Check("otlp", PROBLEM, f"{url}: no host and port in it", "mend the endpoint")
+        return Check("otlp", PROBLEM, f"{url}: no host and port in it", "correct the endpoint")
     reason = _connect(*where)
     if reason:
         return Check("otlp", PROBLEM, f"{url}: {reason}", "metrics will not arrive")
@@ -411,24 +382,19 @@ def _run_dir(config: Config) -> Check:
     try:
         count = sum(1 for _ in folder.iterdir())
     except FileNotFoundError:
-        above = next(one for one in folder.absolute().parents if one.exists())
-        # /proc says that it is writable, and takes no folder
+        above = next(parent for parent in folder.absolute().parents if parent.exists())
+        # /proc reports that it is writable, and refuses new folders
         if above.is_relative_to("/proc") or not os.access(above, os.W_OK | os.X_OK):
-            line = f"{folder} can not be made in {above}"
-            return Check("run folder", PROBLEM, line, "set GPUMEM_OTEL_RUN_DIR")
+            why = f"{folder} cannot be created in {above}"
+            return Check("run folder", PROBLEM, why, _SET_RUN_DIR)
         return Check("run folder", OK, f"{folder} will be made by the first job that serves")
     except OSError as error:
-        return Check(
-            "run folder", PROBLEM, f"{folder}: {error.strerror}", "set GPUMEM_OTEL_RUN_DIR"
-        )
+        return Check("run folder", PROBLEM, f"{folder}: {error.strerror}", _SET_RUN_DIR)
     return Check("run folder", OK, f"{folder}, {count} entries")
 
 
-# What `doctor` says about the control listener.
-
-
 def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
-    """Whether commands would be taken, with the checks of the listener itself."""
+    """Whether commands would be accepted, by the checks of the control listener itself."""
     from gpumem_otel.serve.guard import host_port
     from gpumem_otel.settings.identity import identify
     from gpumem_otel.yielding.control.listener import port_of, refusals
@@ -440,18 +406,18 @@ def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
     if not config.enabled:
         return [Check("control", MISSING, "GPUMEM_OTEL_DISABLED is set: no commands are taken")]
     local_rank = identify(environ).local_rank
-    found = refusals(asked, run_dir=run_dir, local_rank=local_rank)
-    if asked.host and not found.port:
+    refused = refusals(asked, run_dir=run_dir, local_rank=local_rank)
+    if asked.host and not refused.port:
         port = port_of(asked, local_rank)
         reason = why_not_free(asked.host, port)
         if reason:
-            found.port.append(f"{host_port(asked.host, port)}: {reason}")
-    if found.port or found.socket:
-        by_socket = bool(run_dir) and not found.socket
-        by_port = bool(asked.host) and not found.port
+            refused.port.append(f"{host_port(asked.host, port)}: {reason}")
+    if refused.port or refused.socket:
+        by_socket = bool(run_dir) and not refused.socket
+        by_port = bool(asked.host) and not refused.port
         return [
-            *(_refused("over TCP ", line, _else(by_socket, "the socket")) for line in found.port),
-            *(_refused("", line, _else(by_port, "the port")) for line in found.socket),
+            *(_refused("over TCP ", line, _else(by_socket, "the socket")) for line in refused.port),
+            *(_refused("", line, _else(by_port, "the port")) for line in refused.socket),
         ]
     where = [f"a socket in {run_dir}"] if run_dir else []
     if asked.host:
@@ -463,9 +429,9 @@ def control(config: Config, environ: Mapping[str, str]) -> list[Check]:
     return [Check("control", OK, detail, advice if inherited else "")]
 
 
-def _refused(door: str, line: str, advice: str) -> Check:
-    return Check("control", PROBLEM, f"{door}would not start, because: {line}", advice)
+def _refused(way: str, line: str, advice: str) -> Check:
+    return Check("control", PROBLEM, f"{way}would not start, because: {line}", advice)
 
 
 def _else(other: bool, name: str) -> str:
-    return f"{name} takes commands all the same" if other else "no commands are taken"
+    return f"{name} still takes commands" if other else "no commands are taken"

@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import (
-    keep_inputs,
-    open_source,
-    pick_devices,
-    progress,
-    warn_about,
-    write_output,
-)
+from gpumem_otel.cli.inputs import keep_inputs, open_source, pick_devices
+from gpumem_otel.cli.output import progress, warn_about, write_output
+from gpumem_otel.cli.shared_options import DEVICE, OUTPUT, SOURCE, kind_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,17 +35,14 @@ snapshots of torch 2.14 and newer, recorded with record_pinned_host_memory=True.
 
 
 @click.command("convert", epilog=_EPILOG, short_help="Turn a snapshot into pprof or stacks.")
-@click.argument("source", metavar="IN")
-@click.option("-o", "--output", required=True, metavar="OUT", help='File, or "-" for stdout.')
-@click.option(
-    "--kind",
-    type=click.Choice(["live", "allocated", "peak", "pinned"]),
-    default="live",
-    show_default=True,
-    help="What is alive, what the recorded events allocated, what was alive when most was, or "
+@SOURCE
+@OUTPUT
+@kind_option(
+    "What is alive, what the recorded events allocated, what was alive when most was, or "
     "pinned host memory.",
-)
-@click.option("--device", type=int, metavar="N", help="Only this device.")
+    "live", "allocated", "peak", "pinned",
+)  # fmt: skip
+@DEVICE
 @click.option(
     "--format",
     "form",
@@ -72,26 +64,19 @@ def command(source: str, output: str, kind: str, device: int | None, form: str) 
 
 
 def _bytes(profiles: Sequence[HeapProfile], form: str, kind: ProfileKind, source: str) -> bytes:
-    if form == "folded":
-        from gpumem_otel.profiles import folded
+    from gpumem_otel.profiles import folded
 
+    if form == "folded":
         return folded.folded_text(profiles).encode("utf-8", "replace")
     if form == "json":
-        from gpumem_otel.profiles import folded
-
         forms = {"profiles": [folded.json_form(profile) for profile in profiles]}
         return (json.dumps(forms, indent=1) + "\n").encode()
     if form == "speedscope":
         from gpumem_otel._version import __version__
-        from gpumem_otel.profiles.folded import speedscope_form
 
-        found = speedscope_form(
-            profiles,
-            name=PurePath(source).name,
-            exporter=f"gpumem-otel@{__version__}",
-            kind=kind,
-        )
-        return (json.dumps(found, separators=(",", ":")) + "\n").encode()
+        name, exporter = PurePath(source).name, f"gpumem-otel@{__version__}"
+        value = folded.speedscope_form(profiles, name=name, exporter=exporter, kind=kind)
+        return (json.dumps(value, separators=(",", ":")) + "\n").encode()
     from gpumem_otel.profiles import pprof
 
     return pprof.gzip_bytes(pprof.encode(profiles, device_labels={}, kind=kind))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
 from gpumem_otel.base.profile import DeviceStats, DeviceTotals, Identity, SourceStatus, StepStats
-from gpumem_otel.cli.common import environ, print_json, warn
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import fields_of, print_json, warn
+from gpumem_otel.cli.shared_options import json_option
 from gpumem_otel.metrics.observation import Observation
 from gpumem_otel.metrics.table import rows
 from gpumem_otel.metrics.values import DEFAULT_POOL, PRIVATE_POOLS_SHOWN
@@ -18,13 +21,13 @@ if TYPE_CHECKING:
     from gpumem_otel.metrics.table import Level
     from gpumem_otel.settings.config import Config
 
-# How many series one process exports, counted by the METRICS table itself.
+_T = TypeVar("_T")
 
 
 def series_of_a_rank(
     level: Level, devices: int, kinds: tuple[str, ...], *, can_yield: bool = False
 ) -> int:
-    """Series that one process exports at most, every other feature on.
+    """Series that one process exports at most, with every other feature on: rows of METRICS.
 
     Args:
         level: how many metrics there are.
@@ -35,53 +38,24 @@ def series_of_a_rank(
     return sum(1 for _ in rows(_everything(devices, kinds, can_yield=can_yield), level))
 
 
-def _everything(devices: int, kinds: tuple[str, ...], *, can_yield: bool) -> Observation:
-    """One process of a larger job that shows every row of the table."""
-    on = tuple(range(devices))
-    # the default pool, those shown by name, and one for `other`
+def _everything(count: int, kinds: tuple[str, ...], *, can_yield: bool) -> Observation:
+    """One process of a larger job that has a value for every row of the table."""
+    devices = tuple(range(count))
+    # the default pool, the private pools shown by name, and one for `other`
     pools = {DEFAULT_POOL: 1} | {(0, n + 1): 1 for n in range(PRIVATE_POOLS_SHOWN + 1)}
+    classes = dict.fromkeys((item.value for item in TensorClass), 1)
+    uuids = {device: f"GPU-{device}" for device in devices}
     return Observation(
-        identity=Identity(
-            service_name="", world_size=2, device_uuids={device: f"GPU-{device}" for device in on}
-        ),
-        status=SourceStatus(armed=True, supported=True, devices=on),
+        identity=Identity(service_name="", world_size=2, device_uuids=uuids),
+        status=SourceStatus(armed=True, supported=True, devices=devices),
         time_ns=0,
-        devices=tuple(
-            DeviceStats(
-                device=device,
-                allocated_bytes=1,
-                requested_bytes=1,
-                active_bytes=1,
-                reserved_bytes=1,
-                limit_bytes=1,
-                device_total_bytes=1,
-                device_used_bytes=1,
-                process_used_bytes=1,
-                host_pinned_bytes=1,
-            )
-            for device in on
-        ),
+        devices=tuple(_filled(DeviceStats, device=device) for device in devices),
         totals={
-            device: DeviceTotals(
-                device=device,
-                reserved_bytes=1,
-                allocated_bytes=1,
-                active_bytes=1,
-                requested_bytes=1,
-                segments=1,
-                blocks=1,
-                free_segment_bytes=0,
-                split_remainder_bytes=0,
-                pending_free_bytes=0,
-                private_pool_free_bytes=0,
-                bytes_without_stack=0,
-                history=True,
-                pool_reserved_bytes=pools,
-            )
-            for device in on
+            device: _filled(DeviceTotals, device=device, pool_reserved_bytes=pools)
+            for device in devices
         },
-        classes={device: dict.fromkeys((one.value for one in TensorClass), 1) for device in on},
-        steps=StepStats(steps=1, last_step_time_ns=1, floor_bytes=dict.fromkeys(on, 1)),
+        classes=dict.fromkeys(devices, classes),
+        steps=_filled(StepStats, floor_bytes=dict.fromkeys(devices, 1)),
         counters={("last_push_timestamp_seconds", (("kind", kind),)): 1.0 for kind in kinds},
         yields=YieldStatus(lease_expiry_ns=1, residual_bytes=dict.fromkeys(RESIDUAL_CAUSES, 1))
         if can_yield
@@ -89,8 +63,14 @@ def _everything(devices: int, kinds: tuple[str, ...], *, can_yield: bool) -> Obs
     )
 
 
+def _filled(kind: type[_T], **given: object) -> _T:
+    """A value whose other fields, all numbers, are 1."""
+    names = (field.name for field in fields(kind))  # type: ignore[arg-type] # a dataclass
+    return kind(**{name: given.get(name, 1) for name in names})
+
+
 BYTES_PER_SAMPLE = 2
-"""On the disk of a Prometheus, whose documentation says 1 to 2.
+"""On the disk of Prometheus, whose documentation says 1 to 2.
 https://prometheus.io/docs/prometheus/latest/storage/#operational-aspects"""
 
 SCRAPE_SERIES = 5
@@ -116,7 +96,7 @@ What is not said here is taken from the environment variables, as a job would ta
 
 
 class CostQuestion(NamedTuple):
-    """What was asked for on the command line; None: as the settings say."""
+    """The options of the command line; None: as the settings say."""
 
     ranks: int
     devices_per_rank: int = 1
@@ -127,7 +107,7 @@ class CostQuestion(NamedTuple):
 
 
 class CostRow(NamedTuple):
-    """One line of the answer; `per_second` counts samples, or profiles."""
+    """One line of the answer; `per_second` is the number of samples, or of profiles."""
 
     series: int
     interval_seconds: float
@@ -174,30 +154,18 @@ class CostRow(NamedTuple):
     show_default=True,
     help="Of one pushed profile, gzipped.",
 )
-@click.option("--json", "as_json", is_flag=True, help="The same as JSON, for programs.")
-def command(
-    *,
-    ranks: int,
-    devices_per_rank: int,
-    metrics_level: str | None,
-    scrape_interval: float | None,
-    profile_interval: float | None,
-    profile_bytes: int,
-    as_json: bool,
-) -> None:
+@json_option("The same as JSON, for programs.")
+def command(*, as_json: bool, **question: Any) -> None:
     """Print how many series and bytes the metrics and profiles of a job come to."""
     from gpumem_otel.settings.options import resolve
 
     config = resolve(environ())
-    wanted = CostQuestion(
-        ranks, devices_per_rank, metrics_level, scrape_interval, profile_interval, profile_bytes
-    )
+    wanted = CostQuestion(**question)
     metrics, profiles, assumptions = estimate(config, wanted)
     if as_json:
         print_json(
             {
-                "ranks": ranks,
-                "devices_per_rank": devices_per_rank,
+                **fields_of(wanted, "ranks", "devices_per_rank"),
                 "metrics": _form(metrics, "samples_per_second"),
                 "profiles": _form(profiles, "profiles_per_second"),
                 "assumptions": assumptions,
@@ -212,8 +180,20 @@ def command(
 
 def estimate(config: Config, wanted: CostQuestion) -> tuple[CostRow, CostRow, list[str]]:
     """Metrics, profiles, and what was assumed of them, a sentence each."""
+    metrics, about_metrics = _metrics(config, wanted)
+    profiles, about_profiles = _profiles(config, wanted)
+    assumptions = [
+        *(f"metrics: {sentence}" for sentence in about_metrics),
+        *(f"profiles: {sentence}" for sentence in about_profiles),
+    ]
+    if not config.enabled:
+        assumptions.append("GPUMEM_OTEL_DISABLED is set here: a job would export nothing")
+    assumptions.append("a month has 30 days, a GB 1,000,000,000 bytes")
+    return metrics, profiles, assumptions
+
+
+def _metrics(config: Config, wanted: CostQuestion) -> tuple[CostRow, list[str]]:
     from gpumem_otel.metrics.table import Level
-    from gpumem_otel.push.schedule import stretch
 
     kinds = config.profiles.kinds
     level = Level(wanted.metrics_level or config.metrics.level)
@@ -222,47 +202,44 @@ def estimate(config: Config, wanted: CostQuestion) -> tuple[CostRow, CostRow, li
     own = series_of_a_rank(level, wanted.devices_per_rank, kinds, can_yield=can_yield)
     only_otlp = config.metrics.otlp and not config.serve.enabled and not wanted.scrape_interval
     of_scrape = 0 if only_otlp else SCRAPE_SERIES
-    every = config.metrics.otlp_interval_seconds if only_otlp else wanted.scrape_interval or 15.0
+    interval = config.metrics.otlp_interval_seconds if only_otlp else wanted.scrape_interval or 15.0
     series = wanted.ranks * (own + of_scrape)
-    metrics = CostRow(series, every, series / every, series / every * BYTES_PER_SAMPLE)
     way = "sent over OTLP" if only_otlp else f"scraped, and {SCRAPE_SERIES} about each scrape"
-    assumptions = [
-        f"metrics: level {level.value}, at most {own} series a rank, {way}",
-        f"metrics: {BYTES_PER_SAMPLE} bytes a sample on Prometheus' disk; it says 1 to 2 itself",
+    assumed = [
+        f"level {level.value}, at most {own} series a rank, {way}",
+        f"{BYTES_PER_SAMPLE} bytes a sample on Prometheus' disk; it says 1 to 2 itself",
     ]
     if can_yield:
-        assumptions.append(
-            f"metrics: {own - without} of them about yield and restore (GPUMEM_OTEL_CONTROL)"
-        )
+        assumed.append(f"{own - without} of them about yield and restore (GPUMEM_OTEL_CONTROL)")
     if config.metrics.otlp and not only_otlp:
-        assumptions.append("metrics: OTLP is on besides, and comes on top where it is stored too")
+        assumed.append("OTLP is on besides, and comes on top where it is stored too")
+    return CostRow(
+        series, interval, series / interval, series / interval * BYTES_PER_SAMPLE
+    ), assumed
 
+
+def _profiles(config: Config, wanted: CostQuestion) -> tuple[CostRow, list[str]]:
+    from gpumem_otel.push.schedule import stretch
+
+    kinds = config.profiles.kinds
     asked = wanted.profile_interval or config.profiles.interval_seconds
     a_round = wanted.ranks * wanted.devices_per_rank * len(kinds)
     budget = config.profiles.job_push_bytes_per_second
-    spread = stretch(asked, a_round * wanted.profile_bytes / budget)
-    sent = a_round / spread
-    profiles = CostRow(a_round * _SAMPLE_TYPES, spread, sent, sent * wanted.profile_bytes)
-    measured = (
-        " a push (measured: 200 stacks)" if wanted.profile_bytes == PROFILE_BYTES else " a push"
-    )
-    assumptions += [
-        f"profiles: {', '.join(kinds)}, of each device, {wanted.profile_bytes:,} bytes{measured}",
-        "profiles: bytes are those sent, gzipped, not what a server makes of them",
+    interval = stretch(asked, a_round * wanted.profile_bytes / budget)
+    sent = a_round / interval
+    measured = " (measured: 200 stacks)" if wanted.profile_bytes == PROFILE_BYTES else ""
+    assumed = [
+        f"{', '.join(kinds)}, of each device, {wanted.profile_bytes:,} bytes a push{measured}",
+        "bytes are those sent, gzipped, not what a server makes of them",
     ]
-    if spread > asked:
-        assumptions.append(
-            f"profiles: every {spread:g} s instead of {asked:g} s, to stay within the job's "
+    if interval > asked:
+        assumed.append(
+            f"every {interval:g} s instead of {asked:g} s, to stay within the job's "
             f"budget of {budget:,.0f} bytes a second (GPUMEM_OTEL_JOB_PUSH_BYTES_PER_SECOND)"
         )
     if not config.pyroscope.url:
-        assumptions.append(
-            "profiles: as if PYROSCOPE_SERVER_ADDRESS were set, which it is not here"
-        )
-    if not config.enabled:
-        assumptions.append("GPUMEM_OTEL_DISABLED is set here: a job would export nothing")
-    assumptions.append("a month has 30 days, a GB 1,000,000,000 bytes")
-    return metrics, profiles, assumptions
+        assumed.append("as if PYROSCOPE_SERVER_ADDRESS were set, which it is not here")
+    return CostRow(a_round * _SAMPLE_TYPES, interval, sent, sent * wanted.profile_bytes), assumed
 
 
 def _form(row: CostRow, per_second: str) -> dict[str, float]:

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import environ, print_json, progress
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import print_json, progress
+from gpumem_otel.cli.shared_options import json_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +27,7 @@ Exit code 1 where there is a problem.
 
 
 @click.command("doctor", epilog=_EPILOG, short_help="Say what works here.")
-@click.option("--json", "as_json", is_flag=True, help="The checks as JSON, for programs.")
+@json_option("The checks as JSON, for programs.")
 @click.option("--require-gpu", is_flag=True, help="Without a GPU to record it is a problem.")
 @click.option(
     "--timeout",
@@ -38,21 +40,21 @@ def command(*, as_json: bool, require_gpu: bool, timeout: float) -> int:
     """Say what works here, and what to do about what does not."""
     from gpumem_otel.cli import checks
 
-    with progress("looking around"):
-        found = checks.run_all(environ(), torch_timeout_seconds=timeout, require_gpu=require_gpu)
-    works = all(check.status != checks.PROBLEM for check in found)
+    with progress("checking"):
+        results = checks.run_all(environ(), torch_timeout_seconds=timeout, require_gpu=require_gpu)
+    works = all(check.status != checks.PROBLEM for check in results)
     if as_json:
-        print_json({"ok": works, "checks": [check._asdict() for check in found]})
+        print_json({"ok": works, "checks": [check._asdict() for check in results]})
     else:
-        _print(found)
+        _print(results)
     return 0 if works else 1
 
 
-def _print(found: Sequence[Check]) -> None:
+def _print(results: Sequence[Check]) -> None:
     colours = {"ok": "green", "missing": "yellow", "problem": "red"}
-    width = max(len(check.name) for check in found)
+    width = max(len(check.name) for check in results)
     on_terminal = sys.stdout.isatty()
-    for check in found:
+    for check in results:
         status = f"{check.status:<8}"
         if on_terminal:
             status = click.style(status, fg=colours[check.status])

@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpumem_otel.cli.common import keep_inputs, name_of, progress, read_bytes, warn, write_output
+from gpumem_otel.cli.inputs import keep_inputs, name_of, read_bytes
+from gpumem_otel.cli.output import progress, warn_of, write_output
+from gpumem_otel.cli.shared_options import OUTPUT, SOURCE
 
 if TYPE_CHECKING:
     from gpumem_otel.recording.recorded import Recording
@@ -25,8 +27,8 @@ comes out as the plain pickle that PyTorch's own tools need.
 
 
 @click.command("dump", epilog=_EPILOG, short_help="Turn a recording into a snapshot pickle.")
-@click.argument("source", metavar="IN")
-@click.option("-o", "--output", required=True, metavar="OUT", help='File, or "-" for stdout.')
+@SOURCE
+@OUTPUT
 @click.option(
     "--at",
     default="last",
@@ -54,8 +56,7 @@ def command(source: str, output: str, at: str) -> None:
             )
         else:
             form, warnings = torch_dump.plain_snapshot(raw), ()
-    for warning in warnings:
-        warn(f"{name}: {warning}")
+    warn_of(name, warnings)
     with progress(f"writing {output}"):
         write_output(output, torch_dump.dumped(form, name))
 
@@ -66,11 +67,11 @@ def _recorded(recording: Recording, at: str) -> tuple[dict[str, Any], tuple[str,
 
     count = len(recording.readings)
     if not count:
-        raise SnapshotError(recording.source, "a recording without a single reading")
+        raise SnapshotError(recording.source, "the recording holds no reading")
     number = count if at == "last" else int(at) if at.isdecimal() and len(at) < 10 else 0  # noqa: PLR2004
     if not 1 <= number <= count:
         raise click.BadParameter(
-            f"{at!r} is no reading of {recording.source}: 1 to {count}, or last",
+            f"{at!r} is not a reading of {recording.source}: 1 to {count}, or last",
             param_hint="'--at'",
         )
     form, warnings = torch_dump.recorded_snapshot(recording, number - 1)

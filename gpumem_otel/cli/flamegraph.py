@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from gpumem_otel.cli.shared_options import DEVICE, kind_option
+
 _EPILOG = """\b
 Examples:
   gpumem-otel flamegraph snapshot.pickle
@@ -27,14 +29,8 @@ where there is more, blue where there is less. Press ? in it for its keys.
     help='File, or "-" for stdout; by default IN.flamegraph.html here.',
 )
 @click.option("--before", metavar="FILE", help="Compare with this snapshot.")
-@click.option(
-    "--kind",
-    type=click.Choice(["live", "peak", "allocated", "pinned"]),
-    default="live",
-    show_default=True,
-    help="What the page shows first.",
-)
-@click.option("--device", type=int, metavar="N", help="Only this device.")
+@kind_option("What the page shows first.", "live", "peak", "allocated", "pinned")
+@DEVICE
 def command(
     source: str,
     second: str | None,

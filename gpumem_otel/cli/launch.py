@@ -1,4 +1,4 @@
-"""What `run` and `record` share: the options, the child's environment, finding the command."""
+"""What `run` and `record` share: options, the child's environment, finding the command."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import os
 import shutil
 import signal
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
+from gpumem_otel.cli.shared_options import options
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from gpumem_otel.settings.config import Config
 
-_F = TypeVar("_F", bound="Callable[..., object]")
-
 PYTHON_IGNORES = (signal.SIGPIPE, signal.SIGXFSZ)
-"""Python ignores these, and a job would inherit that: a shell's pipelines would end otherwise."""
+"""Python ignores these. A job would inherit that, and pipelines of its shells would not end."""
 
 _VARIABLES: dict[str, str] = {
     "service": "OTEL_SERVICE_NAME",
@@ -34,7 +34,7 @@ _VARIABLES: dict[str, str] = {
     "record": "GPUMEM_OTEL_RECORD",
     "stall_ratio": "GPUMEM_OTEL_MAX_STALL_RATIO",
 }
-"""Option of the command line -> the variable that carries it to the job."""
+"""Option of the command line -> the variable that passes it to the job."""
 
 
 def _did_you_mean(command: str) -> str:
@@ -42,7 +42,7 @@ def _did_you_mean(command: str) -> str:
 
 
 class CommandNotFound(click.ClickException):
-    """There is no such command: 127, as shells say."""
+    """There is no such command: 127, as of shells."""
 
     exit_code = 127
 
@@ -51,7 +51,7 @@ class CommandNotFound(click.ClickException):
 
 
 class CommandNotExecutable(click.ClickException):
-    """The command is there and can not be executed: 126."""
+    """The command exists and cannot be executed: 126, as of shells."""
 
     exit_code = 126
 
@@ -60,30 +60,24 @@ class CommandNotExecutable(click.ClickException):
 
 
 def not_started(command: str, error: OSError) -> click.ClickException:
-    """What the system's refusal to start a command means; not found is its #! interpreter."""
-    if isinstance(error, FileNotFoundError):
-        return CommandNotFound(command)
-    return CommandNotExecutable(command)
+    """The error of a command that did not start; "not found" means its #! interpreter."""
+    missing = isinstance(error, FileNotFoundError)
+    return CommandNotFound(command) if missing else CommandNotExecutable(command)
 
 
-def job_options(function: _F) -> _F:
-    """The options that set a job up; each stands for one environment variable."""
-    for decorate in reversed(
-        (
-            click.option("--service", metavar="NAME", help="Service name on all series."),
-            click.option("--pyroscope", metavar="URL", help="Push profiles to this server."),
-            click.option("--stacks", type=click.Choice(["python", "all"]), help="all: C++ too."),
-            click.option(
-                "--tag",
-                "tags",
-                multiple=True,
-                metavar="NAME=VALUE",
-                help="A label of your own on every profile; may be repeated.",
-            ),
-        )
-    ):
-        function = decorate(function)
-    return function
+job_options = options(
+    click.option("--service", metavar="NAME", help="Service name on all series."),
+    click.option("--pyroscope", metavar="URL", help="Push profiles to this server."),
+    click.option("--stacks", type=click.Choice(["python", "all"]), help="all: C++ too."),
+    click.option(
+        "--tag",
+        "tags",
+        multiple=True,
+        metavar="NAME=VALUE",
+        help="A label of your own on every profile; may be repeated.",
+    ),
+)
+"""The options that set a job up; each stands for one environment variable."""
 
 
 def site_hook_folder() -> str:
@@ -92,34 +86,33 @@ def site_hook_folder() -> str:
 
 
 def child_environ(base: Mapping[str, str], options: Mapping[str, object]) -> dict[str, str]:
-    """The job's environment: what is there, our folder first on PYTHONPATH, our variables.
+    """The job's environment: this one, with our folder first on PYTHONPATH and our variables.
 
-    Options that were not given (None, or no values) leave their variable as it is.
+    Options that were not given (None, or no values) leave their variable unchanged.
     """
     environ = dict(base)
     rest = environ.get("PYTHONPATH", "")
     hook = site_hook_folder()
     environ["PYTHONPATH"] = f"{hook}{os.pathsep}{rest}" if rest else hook
     for option, value in options.items():
-        if value is None or value == ():
-            continue
-        if isinstance(value, bool):
-            text = "1" if value else "0"
-        elif isinstance(value, tuple):
-            text = ",".join(str(item) for item in value)
-        elif isinstance(value, float):
-            text = f"{value:g}"
-        else:
-            text = str(value)
-        environ[_VARIABLES[option]] = text
+        if value is not None and value != ():
+            environ[_VARIABLES[option]] = _as_text(value)
     return environ
 
 
+def _as_text(value: object) -> str:
+    if isinstance(value, bool):
+        return "1" if value else "0"
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def check_settings(base: Mapping[str, str], environ: Mapping[str, str]) -> Config:
-    """Refuse options that the job would only warn about; what the job will make of the others.
+    """Refuse options that the job would only warn about; the settings that the job will have.
 
     Raises:
-        click.UsageError: the option of a variable that we set can not be used.
+        click.UsageError: an option cannot be used.
     """
     from gpumem_otel.settings.options import resolve
 
@@ -140,11 +133,11 @@ def find_command(command: Sequence[str], environ: Mapping[str, str]) -> str:
 
     Raises:
         CommandNotFound: there is none.
-        CommandNotExecutable: it can not be executed.
+        CommandNotExecutable: it cannot be executed.
     """
     program = command[0]
-    found = shutil.which(program, path=environ.get("PATH", os.defpath))
-    if found is None:
-        there = os.sep in program and Path(program).exists()
-        raise CommandNotExecutable(program) if there else CommandNotFound(program)
-    return found
+    path = shutil.which(program, path=environ.get("PATH", os.defpath))
+    if path is None:
+        exists = os.sep in program and Path(program).exists()
+        raise CommandNotExecutable(program) if exists else CommandNotFound(program)
+    return path

@@ -1,8 +1,8 @@
 """The `gpumem-otel` command: the table of verbs, and the one place where errors become exit codes.
 
-Exit codes: 0 done; 1 the asked thing failed; 2 bad usage or input; 127 no such command (`run`,
-`record`); 130 interrupted; 141 the reader of the output went away (`| head`). An error is one line
-on stderr, never a traceback.
+Exit codes: 0 done; 1 failed; 2 bad usage or input; 127 no such command (`run`, `record`); 130
+interrupted; 141 the reader of the output closed it (`| head`). An error is one line on stderr,
+never a traceback.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import click
 
 from gpumem_otel._version import __version__
+from gpumem_otel.cli.output import error_line, forget_stdout
 from gpumem_otel.errors import ConfigError, GpumemError, SnapshotError
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 PROGRAM = "gpumem-otel"
 
 _READER_GONE = 141
-"""128 and the number of SIGPIPE, as a shell has it of tools that the signal ends."""
+"""128 + SIGPIPE, as shells report of tools that the signal ends."""
 
 
 class Verb(NamedTuple):
@@ -78,7 +79,7 @@ class _Verbs(click.Group):
             if verb.name == cmd_name:
                 command = import_module(f"gpumem_otel.cli.{verb.module}").command
                 if not isinstance(command, click.Command):  # a row without its file
-                    raise TypeError(f"gpumem_otel.cli.{verb.module}.command is no command")
+                    raise TypeError(f"gpumem_otel.cli.{verb.module}.command is not a command")
                 return command
         return None
 
@@ -104,19 +105,8 @@ def cli() -> None:
 
 
 def _say(message: str) -> None:
-    """One line on stderr, whatever the message holds; a closed stderr is nobody's fault."""
-    from gpumem_otel.base.text import printable
-
-    with suppress(OSError):
-        click.echo(f"{PROGRAM}: error: {printable(' '.join(message.split()))}", err=True)
-
-
-def _forget_stdout() -> None:
-    """Point a broken stdout at nothing, or the interpreter complains about it at exit."""
-    with suppress(OSError, ValueError):
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, sys.stdout.fileno())
-        os.close(nothing)
+    with suppress(OSError):  # stderr may be closed
+        error_line(message)
 
 
 def _usage_line(error: click.UsageError) -> str:
@@ -134,12 +124,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _somewhere_to_write() -> Iterator[None]:
-    """A stream that the caller has closed is None in Python: what is written there is lost."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, ExitStack() as lent:  # noqa: PTH123
+    """Python sets a stream that the caller has closed to None: what is written there is lost."""
+    with open(os.devnull, "w", encoding="utf-8") as null, ExitStack() as stack:  # noqa: PTH123
         if sys.stdout is None:
-            lent.enter_context(redirect_stdout(nowhere))
+            stack.enter_context(redirect_stdout(null))
         if sys.stderr is None:
-            lent.enter_context(redirect_stderr(nowhere))
+            stack.enter_context(redirect_stderr(null))
         yield
 
 
@@ -160,7 +150,7 @@ def _run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, click.exceptions.Abort):
         return 130
     except BrokenPipeError:
-        _forget_stdout()  # the reader had enough: nothing to say
+        forget_stdout()
         return _READER_GONE
     except (ConfigError, SnapshotError) as error:
         _say(str(error))
@@ -181,7 +171,7 @@ def _flushed(code: int) -> int:
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        _forget_stdout()
+        forget_stdout()
         return _READER_GONE
     return code
 

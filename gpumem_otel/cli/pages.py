@@ -1,4 +1,4 @@
-"""What the verbs that write a page share."""
+"""Writing a page: what the verbs `flamegraph` and `timeline` share."""
 
 from __future__ import annotations
 
@@ -7,15 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import (
-    keep_inputs,
-    open_source,
-    pick_devices,
-    progress,
-    warn,
-    warn_about,
-    write_output,
-)
+from gpumem_otel.cli.inputs import keep_inputs, open_source, pick_devices
+from gpumem_otel.cli.output import progress, warn, warn_about, write_output
 
 if TYPE_CHECKING:
     from gpumem_otel.base.profile import ProfileKind
@@ -24,7 +17,7 @@ _SUFFIXES = (".gz", ".pickle", ".pkl", ".json", ".gpumem")
 
 
 def default_output(source: str, verb: str) -> str:
-    """Name of the page where none is given: in the current folder, after the input."""
+    """The default name of the page: that of the input, in the current folder."""
     if source == "-":
         return f"{verb}.html"
     name = Path(source).name
@@ -47,8 +40,8 @@ def write_page(
 
     Raises:
         PageError: the page was not built into this installation.
-        SnapshotError: an input can not be read.
-        CommandFailed: the page can not be written.
+        SnapshotError: an input cannot be read.
+        CommandFailed: the page cannot be written.
         click.UsageError: both inputs are standard input.
     """
     from gpumem_otel.base.profile import ProfileKind
@@ -56,20 +49,22 @@ def write_page(
 
     if source == "-" and before == "-":
         raise click.UsageError("only one input can be standard input")
-    html.require()  # before a large file is read in vain
+    html.require()  # before reading a large file
     target = output or default_output(source, verb)
     keep_inputs(target, source, before)
-    earlier = None if before is None else open_source(before)
+    earlier = [] if before is None else [open_source(before)]
     opened = open_source(source)
     if device is not None:
         pick_devices(opened.snapshot, device)
     with progress(f"writing {target}"):
-        text = html.file_html(opened, before=earlier, device=device, view=view, kind=kind)
+        text = html.file_html(
+            opened, before=earlier[0] if earlier else None, device=device, view=view, kind=kind
+        )
         encoded = text.encode("ascii")
         write_output(target, encoded)
     if not opened.has(kind):
         warn(f"{opened.snapshot.source}: holds no {kind.value} profile; the page opens with live")
-    for part in (opened,) if earlier is None else (earlier, opened):
-        warn_about(part, ProfileKind.PEAK)
+    for file in (*earlier, opened):
+        warn_about(file, ProfileKind.PEAK)
     if target != "-":
         click.echo(f"{target}: {len(encoded):,} bytes, opens in any browser, needs no network")

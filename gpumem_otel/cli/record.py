@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from gpumem_otel.cli import launch, record_files
-from gpumem_otel.cli.common import CommandFailed, environ
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import CommandFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -31,8 +32,7 @@ under these names are replaced, once there are new ones; other files are never t
 """
 
 _STALL_RATIO = 0.02
-"""The usual limit, a tenth of a percent of the job's time, would stretch the interval asked for;
-who records looks at memory, not at speed."""
+"""The default, a tenth of a percent of the job's time, would lengthen the interval asked for."""
 
 _FORWARDED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Sent to us alone. SIGINT and SIGQUIT of a terminal reach the job by themselves."""
@@ -70,33 +70,38 @@ def command(out: str, job: tuple[str, ...], **options: object) -> int:
         after = record_files.stamps(target)
         written = [path for path, stamp in after.items() if before.get(path) != stamp]
         for path in written:
-            count, said = record_files.report(path)
+            count, about = record_files.report(path)
             readings += count
-            lines += said
+            lines += about
     finally:
         settled = record_files.settle(moved, base, replaced=readings > 0)
     try:
-        return _tell(out, settled + lines if readings else lines + settled, readings, code)
-    except BrokenPipeError:  # nobody listens: the exit code is still the job's
+        return _report(out, settled + lines if readings else lines + settled, readings, code)
+    except BrokenPipeError:  # stderr is closed: the exit code is still the job's
         return code
 
 
-def _tell(out: str, lines: Sequence[str], readings: int, code: int) -> int:
-    """Say what was recorded; the exit code, the job's unless it went well and left nothing."""
+def _report(out: str, lines: Sequence[str], readings: int, code: int) -> int:
+    """Print what was recorded; returns the job's exit code.
+
+    Raises:
+        CommandFailed: the job succeeded, and nothing was recorded.
+    """
     for line in lines:
         click.echo(line, err=True)
-    if not readings and code == 0:
+    if readings:
+        return code
+    if code == 0:
         raise CommandFailed(
             f"{out}: nothing was recorded: no process of the command used a GPU through torch "
             "(gpumem-otel doctor says what works here)"
         )
-    if not readings:
-        click.echo("gpumem-otel: nothing was recorded", err=True)
+    click.echo("gpumem-otel: nothing was recorded", err=True)
     return code
 
 
 def _check_out(out: str, job: Sequence[str]) -> None:
-    """Who forgets OUT has the interpreter's name taken for it."""
+    """Without OUT, the name of the interpreter is taken for it."""
     name = Path(out).name
     if re.fullmatch(r"python[\d.]*|torchrun|accelerate|deepspeed", name) and job[0].endswith(".py"):
         raise click.UsageError(
@@ -117,13 +122,13 @@ def _run(program: str, job: tuple[str, ...], ours: dict[str, str]) -> int:
 
 @contextmanager
 def _forwarding(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """While the job runs, signals are its own business: it ends, we report."""
+    """While the job runs, it gets our signals: it ends, and we report."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
         child.send_signal(number)
 
     def ignore(_number: int, _frame: FrameType | None) -> None:
-        """The terminal sends SIGINT to the job too; a handler, since SIG_IGN is inherited."""
+        """Do nothing: a terminal sends SIGINT to the job too. SIG_IGN would be inherited."""
 
     previous = {number: signal.signal(number, forward) for number in _FORWARDED}
     previous[signal.SIGINT] = signal.signal(signal.SIGINT, ignore)

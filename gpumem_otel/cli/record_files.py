@@ -1,4 +1,4 @@
-"""The files of `gpumem-otel record`: older ones set aside before the job, new ones told after."""
+"""The files of `gpumem-otel record`: set older ones aside before the job, report new ones after."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ if TYPE_CHECKING:
     from gpumem_otel.base.profile import Identity
 
 Stamps = dict[Path, tuple[int, int, int]]
-"""Files with what tells a new version of each."""
+"""Inode, time and size of each file: another value means a new version."""
 
 _HEADER_BYTES = 64 * 1024
 
 _CLOSED = b"\x00\x00\xff\xff\x03\x00"
-"""Before the eight bytes that end a gzip: a flush, then a last empty block (RFC 1951, 3.2.6)."""
+"""What precedes the last eight bytes of a closed file: a flush and an empty block (RFC 1951)."""
 
 
 def stamps(target: Path) -> Stamps:
-    """OUT and the files of ranks, restarts and further processes beside it, by rank."""
+    """OUT and the files of other ranks, restarts and processes next to it, by rank."""
     from gpumem_otel.recording.file import files_of
 
-    found = {}
-    with suppress(OSError):  # the job is more than the list of its files
+    stamped = {}
+    with suppress(OSError):  # the job matters more than the list of its files
         for file in files_of(str(target)):
             with suppress(OSError):
                 status = file.path.stat()
-                found[file.path] = (status.st_ino, status.st_mtime_ns, status.st_size)
-    return found
+                stamped[file.path] = (status.st_ino, status.st_mtime_ns, status.st_size)
+    return stamped
 
 
 class RecordedFiles(NamedTuple):
-    """An older recording that made room.
+    """An older recording that was renamed.
 
     Attributes:
         place: where it was, links followed.
@@ -50,13 +50,13 @@ class RecordedFiles(NamedTuple):
 
 
 def check_target(out: str, target: Path) -> None:
-    """Refuse a file that can not be written, better now than after hours of training.
+    """Refuse a file that cannot be written, now rather than after hours of training.
 
     Raises:
-        CommandFailed: it can not be written.
-        click.UsageError: something else than a recording is there.
+        CommandFailed: it cannot be written.
+        click.UsageError: the file exists and is not a recording.
     """
-    from gpumem_otel.cli.common import CommandFailed
+    from gpumem_otel.cli.output import CommandFailed
 
     if target.is_dir():
         raise CommandFailed(f"{out}: is a directory")
@@ -66,17 +66,17 @@ def check_target(out: str, target: Path) -> None:
     if target.is_file() or not needed:
         needed.append(target.parent)  # a file is made anew
     if not all(os.access(path, os.W_OK) for path in needed):
-        raise CommandFailed(f"{out}: can not be written")
+        raise CommandFailed(f"{out}: cannot be written")
     if target.is_file() and os.access(target, os.R_OK) and _writer(target) is None:
-        raise click.UsageError(f"{out} exists and is no recording; choose another name")
+        raise click.UsageError(f"{out} exists and is not a recording; choose another name")
 
 
 def set_aside(target: Path, environ: Mapping[str, str]) -> list[RecordedFiles]:
-    """Rename what an earlier run left under OUT's names, so that this one gets them.
+    """Rename what an earlier run left under OUT's names, so that this run can use them.
 
-    Only finished recordings (or those of a process of this machine that is gone) make room. Where
-    this is one rank of a job that starts the command line once per rank, or a restart of it, the
-    files of other ranks and of earlier starts are this very job's and stay.
+    Only finished recordings, and those of a process of this machine that has ended, are renamed.
+    Where the job starts the command line once per rank, or again after a failure, the files of
+    other ranks and of earlier starts belong to the same job and stay.
     """
     from gpumem_otel.recording.file import files_of
     from gpumem_otel.settings.identity import identify
@@ -85,8 +85,8 @@ def set_aside(target: Path, environ: Mapping[str, str]) -> list[RecordedFiles]:
     moved = []
     with suppress(OSError):
         for file in files_of(str(target)):
-            others = ours.world_size > 1 and file.rank != ours.rank
-            if others or file.restart < ours.restart:
+            other_rank = ours.world_size > 1 and file.rank != ours.rank
+            if other_rank or file.restart < ours.restart:
                 continue
             with suppress(OSError):
                 real = Path(os.path.realpath(file.path))  # a link stays a link
@@ -103,35 +103,35 @@ def settle(
     """Remove what was set aside where new recordings replace it, else put it back.
 
     Returns:
-        lines to say about it.
+        lines about it for people.
     """
     from gpumem_otel.settings.identity import identify
 
     ours = identify(environ)
-    told: list[str] = []
+    names: list[str] = []
     lines = []
     for place, kept in moved:
         try:
             if replaced:
                 kept.unlink()
-                told.append(place.name)
+                names.append(place.name)
             elif not place.exists() or not place.stat().st_size or _is_done(place, ours):
                 kept.replace(place)  # over a recording without a reading
-                told.append(place.name)
+                names.append(place.name)
             else:
-                beside = place.with_name(f"{place.name}.old")
-                kept.replace(beside)
-                told.append(beside.name)
+                other = place.with_name(f"{place.name}.old")
+                kept.replace(other)
+                names.append(other.name)
         except OSError as error:  # noqa: PERF203 - a few files
             lines.append(f"gpumem-otel: {kept}: {error.strerror}")
-    if told:
-        what = "removed" if replaced else "kept"
-        lines.append(f"gpumem-otel: {what} older recordings: {', '.join(told)}")
+    if names:
+        done = "removed" if replaced else "kept"
+        lines.append(f"gpumem-otel: {done} older recordings: {', '.join(names)}")
     return lines
 
 
 def report(path: Path) -> tuple[int, list[str]]:
-    """Number of readings of a recording, 0 where it can not be read; lines to say about it."""
+    """Number of readings of a recording, 0 where it cannot be read; lines about it for people."""
     from gpumem_otel.base.text import human_bytes
     from gpumem_otel.errors import SnapshotError
     from gpumem_otel.recording.reader import load_recording
@@ -151,10 +151,10 @@ def report(path: Path) -> tuple[int, list[str]]:
 
 
 def _writer(path: Path) -> Identity | None:
-    """Whose recording a file is, None where it is none.
+    """The process that wrote a recording, None where the file is not a recording.
 
     Raises:
-        OSError: it can not be read.
+        OSError: it cannot be read.
     """
     from gpumem_otel.errors import SnapshotError
     from gpumem_otel.recording.reader import load_recording
@@ -169,7 +169,7 @@ def _writer(path: Path) -> Identity | None:
 
 
 def _is_done(path: Path, ours: Identity) -> bool:
-    """Whether the file is a recording that nobody writes any more."""
+    """Whether the file is a recording that no process still writes."""
     writer = _writer(path)
     if writer is None:
         return False
@@ -185,5 +185,5 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except (OSError, OverflowError):
-        return True
+        pass  # another user's, or another machine's
     return True

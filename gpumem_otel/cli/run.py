@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from gpumem_otel.cli import launch, record_files
-from gpumem_otel.cli.common import environ, warn
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import warn
 
 if TYPE_CHECKING:
     from gpumem_otel.settings.config import Config
@@ -87,7 +88,7 @@ def command(
         os.execve(program, job, ours)  # noqa: S606 - running the user's command is the verb
     except OSError as error:
         raise launch.not_started(job[0], error) from error
-    finally:  # it was not started
+    finally:  # only where it was not started
         for number, handler in ignored.items():
             signal.signal(number, handler)
 

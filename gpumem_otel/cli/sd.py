@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import environ, warn, write_output
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import warn, write_output
 from gpumem_otel.errors import ServeError
 
 if TYPE_CHECKING:
@@ -46,35 +47,35 @@ def command(run_dir: str | None, output: str, watch: float | None) -> None:
     if watch is not None and output == "-":
         raise click.UsageError("--watch writes a file: give -o FILE")
     folders = run_dirs(run_dir, environ())
-    said: dict[str, str] = {}
-    write_output(output, _file_sd(folders, said))
+    warned: dict[str, str] = {}
+    write_output(output, _file_sd(folders, warned))
     while watch is not None:
         time.sleep(watch)
         try:
-            write_output(output, _file_sd(folders, said))
+            write_output(output, _file_sd(folders, warned))
         except (ServeError, click.ClickException, OSError) as error:
-            _say(said, "", str(error))
+            _warn_once(warned, "", str(error))
         else:
-            said.pop("", None)
+            warned.pop("", None)
 
 
 def run_dirs(run_dir: str | None, given: Mapping[str, str]) -> tuple[str, ...]:
-    """The folder that was set, or all that jobs of this user may have chosen."""
+    """The folder that was set, or all that jobs of this user may use by default."""
     from gpumem_otel.settings.options import resolve
 
     if run_dir is not None:
         return (resolve(given, run_dir=run_dir).serve.run_dir,)
-    # a job of a batch system or a service has no login session, and whoever asks may have none
+    # a job of a batch system or a service has no login session, and the caller may have none
     rest = {name: value for name, value in given.items() if name != "XDG_RUNTIME_DIR"}
     session = {**rest, "XDG_RUNTIME_DIR": f"/run/user/{os.getuid()}"}
     return tuple(dict.fromkeys(resolve(e).serve.run_dir for e in (given, session, rest)))
 
 
-def _file_sd(folders: tuple[str, ...], said: dict[str, str]) -> bytes:
-    """What is in the folders that can be read.
+def _file_sd(folders: tuple[str, ...], warned: dict[str, str]) -> bytes:
+    """The targets of all folders that can be read.
 
     Raises:
-        ServeError: none of them can.
+        ServeError: none of them can be read.
     """
     from gpumem_otel.serve.discovery import as_file_sd, targets
 
@@ -89,15 +90,15 @@ def _file_sd(folders: tuple[str, ...], said: dict[str, str]) -> bytes:
         raise failures[folders[0]]
     for folder in folders:
         if folder in failures:
-            _say(said, folder, str(failures[folder]))
+            _warn_once(warned, folder, str(failures[folder]))
         else:
-            said.pop(folder, None)
+            warned.pop(folder, None)
     entries.sort(key=lambda e: (e.service_name, e.namespace, e.run_id, e.rank, e.pid))
     return as_file_sd(entries).encode()
 
 
-def _say(said: dict[str, str], what: str, message: str) -> None:
-    """Once, until it is over or another message."""
-    if said.get(what) != message:
-        said[what] = message
+def _warn_once(warned: dict[str, str], key: str, message: str) -> None:
+    """Warn unless this was the last message about the key."""
+    if warned.get(key) != message:
+        warned[key] = message
         warn(message)

@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpumem_otel.cli.common import (
-    ROWS,
-    environ,
-    load,
-    namer_for,
-    pick_devices,
-    print_json,
-    progress,
-    warn,
-)
+from gpumem_otel.base.text import human_bytes, percent, printable
+from gpumem_otel.cli.inputs import environ, load, pick_devices, stack_builder
+from gpumem_otel.cli.output import fields_of, frames_of, print_json, progress, warn_of
+from gpumem_otel.cli.shared_options import DEVICE, ROWS, SOURCE, json_option
 from gpumem_otel.snapshot.layout import LEGEND, allocated_in, free_in, strip
 
 if TYPE_CHECKING:
@@ -39,9 +33,9 @@ A strip is as wide as the terminal leaves room for, whatever the size of its seg
 """
 
 _NARROWEST = 24
-"""Cells of a strip; where there is less room, strips stand in lines of their own."""
+"""Cells of a strip; where there is less room, each strip has its own line."""
 _WITHOUT_TERMINAL = 120
-"""Columns."""
+"""Columns where there is no terminal."""
 _COLOURS = {"#": "green", "=": "cyan", "~": "yellow", "+": "magenta"}
 _HEADERS = ("device", "address", "size", "used", "blocks", "stream", "pool", "kind")
 _LEFT = frozenset({1, 6, 7})
@@ -49,8 +43,8 @@ _POOL = re.compile(r"(\d{1,19}),(\d{1,19})")
 
 
 @click.command("segments", epilog=_EPILOG, short_help="Draw each segment with its blocks.")
-@click.argument("source", metavar="IN")
-@click.option("--device", type=int, metavar="N", help="Only this device.")
+@SOURCE
+@DEVICE
 @click.option(
     "--pool", metavar="POOL", help='Only this pool: "default", "private", or two numbers as 0,1.'
 )
@@ -64,7 +58,7 @@ _POOL = re.compile(r"(\d{1,19}),(\d{1,19})")
 @click.option("-n", "--number", type=ROWS, metavar="N", help="Only the first N.")
 @click.option("--blocks", "each", is_flag=True, help="Name each block under its segment.")
 @click.option("--width", type=click.IntRange(40, 10_000), metavar="N", help="Columns to draw in.")
-@click.option("--json", "as_json", is_flag=True, help="Every block as JSON.")
+@json_option("Every block as JSON.")
 def command(
     source: str,
     *,
@@ -84,19 +78,19 @@ def command(
     snapshot = load(source)
     devices = pick_devices(snapshot, device)
     with progress("sorting"):
-        found = [s for d in devices for s in snapshot.segments(d) if wanted(s.pool_id)]
-        found.sort(key=_ORDERS[sort])
-    shown, rest = (found, []) if number is None else (found[:number], found[number:])
+        segments = [s for d in devices for s in snapshot.segments(d) if wanted(s.pool_id)]
+        segments.sort(key=_ORDERS[sort])
+    shown = segments[:number]
+    rest = segments[len(shown) :]
     if as_json:
         print_json(_json(snapshot, shown, rest))
         return
-    for warning in snapshot.warnings:
-        warn(f"{snapshot.source}: {warning}")
-    if not found:
+    warn_of(snapshot.source, snapshot.warnings)
+    if not segments:
         which = "" if pool is None else f" in pool {pool}"
         click.echo(f"{snapshot.source}: no segment of any device{which}")
         return
-    click.echo(_title(found))
+    click.echo(_title(segments))
     columns = width or shutil.get_terminal_size((_WITHOUT_TERMINAL, 24)).columns
     _print(snapshot, shown, columns, each=each)
     if rest:
@@ -104,10 +98,10 @@ def command(
 
 
 def _pool_test(pool: str | None) -> Callable[[tuple[int, int]], bool]:
-    """Whether a pool is meant.
+    """A test of pool ids.
 
     Raises:
-        click.BadParameter: it is no pool.
+        click.BadParameter: it is not a pool.
     """
     if pool is None:
         return lambda _: True
@@ -116,7 +110,7 @@ def _pool_test(pool: str | None) -> Callable[[tuple[int, int]], bool]:
     match = _POOL.fullmatch(pool)
     if match is None:
         raise click.BadParameter(
-            f'{pool!r} is no pool: write "default", "private" or two numbers as 0,1',
+            f'{pool!r} is not a pool: write "default", "private" or two numbers as 0,1',
             param_hint="'--pool'",
         )
     chosen = (int(match[1]), int(match[2]))
@@ -130,44 +124,40 @@ _ORDERS: dict[str, Callable[[Segment], Any]] = {
 }
 
 
-def _title(found: Sequence[Segment]) -> str:
-    from gpumem_otel.base.text import human_bytes, percent
+def _title(segments: Sequence[Segment]) -> str:
     from gpumem_otel.profiles.stack_text import count_of
 
-    size = sum(segment.size_bytes for segment in found)
-    held = sum(map(allocated_in, found))
+    size = sum(segment.size_bytes for segment in segments)
+    held = sum(map(allocated_in, segments))
     return (
-        f"{count_of(len(found), 'segment')}, {human_bytes(size)} reserved, "
+        f"{count_of(len(segments), 'segment')}, {human_bytes(size)} reserved, "
         f"{human_bytes(held)} allocated ({percent(held, size)})"
     )
 
 
 def _print(snapshot: TorchSnapshot, shown: Sequence[Segment], width: int, *, each: bool) -> None:
-    from gpumem_otel.snapshot.stacks import StackBuilder
-
     colour = sys.stdout.isatty() and not environ().get("NO_COLOR")
-    legend = "   ".join(f"{_coloured(mark, colour)} {what}" for mark, what in LEGEND)
+    legend = "   ".join(f"{_coloured(mark, colour)} {text}" for mark, text in LEGEND)
     click.echo(legend, color=colour)
     rows = [_cells(segment) for segment in shown]
     widths = [max(map(len, column)) for column in zip(_HEADERS, *rows, strict=True)]
-    # two blanks between columns, and the bars at both ends of a strip
+    # two blanks after each column, and the bars at both ends of a strip
     room = width - sum(widths) - 2 * len(widths) - 2
-    beside = room >= _NARROWEST
+    same_line = room >= _NARROWEST
     click.echo(_joined(_HEADERS, widths))
-    builder = StackBuilder(namer_for(snapshot), resolved=snapshot.resolved)
+    builder = stack_builder(snapshot)
     for segment, row in zip(shown, rows, strict=True):
         blocks = ((block.size_bytes, block.state) for block in segment.blocks)
-        drawn = strip(blocks, segment.size_bytes, room if beside else width - 2)
+        drawn = strip(blocks, segment.size_bytes, room if same_line else width - 2)
         drawn = f"|{_coloured(drawn, colour)}|"
         line = _joined(row, widths)
-        padding = " " * (sum(widths) + 2 * len(widths) - len(line)) if beside else "\n"
+        padding = " " * (sum(widths) + 2 * len(widths) - len(line)) if same_line else "\n"
         click.echo(f"{line}{padding}{drawn}", color=colour)
         if each:
             _print_blocks(segment, builder)
 
 
 def _cells(segment: Segment) -> tuple[str, ...]:
-    from gpumem_otel.base.text import human_bytes, percent, printable
     from gpumem_otel.snapshot.labels import pool_name
 
     kind = f"{segment.kind} expandable" if segment.is_expandable else segment.kind
@@ -198,7 +188,6 @@ def _coloured(cells: str, colour: bool) -> str:
 
 
 def _print_blocks(segment: Segment, builder: StackBuilder) -> None:
-    from gpumem_otel.base.text import human_bytes
     from gpumem_otel.profiles.stack_text import short_line
 
     start = segment.address
@@ -212,9 +201,7 @@ def _print_blocks(segment: Segment, builder: StackBuilder) -> None:
 
 def _json(snapshot: TorchSnapshot, shown: Sequence[Segment], rest: Sequence[Segment]) -> object:
     """Stacks are listed once: a block's `stack` is an index of `stacks`, null where it has none."""
-    from gpumem_otel.snapshot.stacks import StackBuilder
-
-    builder = StackBuilder(namer_for(snapshot), resolved=snapshot.resolved)
+    builder = stack_builder(snapshot)
     stacks: dict[Stack, int] = {}
 
     def index_of(frames: Stack) -> int | None:
@@ -228,10 +215,7 @@ def _json(snapshot: TorchSnapshot, shown: Sequence[Segment], rest: Sequence[Segm
             "size_bytes": sum(segment.size_bytes for segment in rest),
             "allocated_bytes": sum(map(allocated_in, rest)),
         },
-        "stacks": [
-            [{"name": f.name, "filename": f.filename, "line": f.line} for f in stack]
-            for stack in stacks
-        ],
+        "stacks": [frames_of(stack) for stack in stacks],
         "warnings": list(snapshot.warnings),
     }
 
@@ -239,9 +223,7 @@ def _json(snapshot: TorchSnapshot, shown: Sequence[Segment], rest: Sequence[Segm
 def _segment_form(segment: Segment, index_of: Callable[[Stack], int | None]) -> dict[str, object]:
     free, allocated = free_in(segment), allocated_in(segment)
     return {
-        "device": segment.device,
-        "address": segment.address,
-        "size_bytes": segment.size_bytes,
+        **fields_of(segment, "device", "address", "size_bytes"),
         "allocated_bytes": allocated,
         "pending_free_bytes": segment.size_bytes - free - allocated,
         "free_bytes": free,
@@ -256,9 +238,8 @@ def _segment_form(segment: Segment, index_of: Callable[[Stack], int | None]) -> 
 def _block_form(block: Block, index_of: Callable[[Stack], int | None]) -> dict[str, object]:
     inactive = block.state.value == "inactive"
     return {
-        "address": block.address,
-        "size_bytes": block.size_bytes,
-        # of an inactive block it is that of the allocation that once was there
+        **fields_of(block, "address", "size_bytes"),
+        # an inactive block has that of the allocation that was there before
         "requested_bytes": None if inactive else block.requested_bytes,
         "state": block.state.value,
         "stack": None if inactive else index_of(block.frames),

@@ -1,11 +1,11 @@
 """`gpumem-otel run --supervise`: the job as a child, and its last /metrics for a while after it.
 
-A process that dies right after an out-of-memory takes its last count with it: no scrape has seen
-it. The job leaves its exposition in a folder of ours when an allocation fails and when it ends;
-once it is gone, the same address goes on answering with that for two scrape intervals.
+When a process dies right after an out-of-memory, no scrape has its last counts. The job writes its
+metrics to a folder of ours when an allocation fails and when it ends; after its end the same
+address serves them for two scrape intervals.
 
-Nothing else is different from the job alone: signals are passed on, those of the terminal reach
-it by themselves, and this process ends as the job did, by the same exit code or signal.
+Everything else is as without it: signals are passed on, those of a terminal reach the job directly,
+and this process ends as the job did, by the same exit code or signal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from gpumem_otel.cli import launch
-from gpumem_otel.cli.common import warn
+from gpumem_otel.cli.output import warn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -78,49 +78,43 @@ def supervise(
             _linger(folder, config, linger_seconds, failed=code != 0)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    return _end_alike(code)
+    return _end_like_job(code)
 
 
 @contextmanager
 def _signals_waited_for() -> Iterator[set[int]]:
-    """Within: signals wait until they are asked for; gives the mask that was outside."""
+    """Block signals until they are taken by sigwaitinfo(2); yields the mask from before."""
     waited_for = {*_PASSED_ON, signal.SIGCHLD}
     outside = signal.pthread_sigmask(signal.SIG_BLOCK, waited_for)
     try:
         yield {int(number) for number in outside}
     finally:
-        # one that came after the job's end was meant for it: it must not change how this one ends
+        # a signal from after the job's end was for the job: it must not change how this one ends
         while signal.sigtimedwait(waited_for, 0) is not None:
             pass
         signal.pthread_sigmask(signal.SIG_SETMASK, outside)
 
 
 def _run(program: str, job: Sequence[str], environ: Mapping[str, str], mask: set[int]) -> int:
-    """Run the job to its end; its status as wait(2) gives it."""
+    """Run the job to its end; its status by wait(2)."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:
         child = os.posix_spawn(
-            program,
-            list(job),
-            environ,
-            setsigmask=mask,
-            setsigdef=launch.PYTHON_IGNORES,
+            program, list(job), environ, setsigmask=mask, setsigdef=launch.PYTHON_IGNORES
         )
     except OSError as error:
         raise launch.not_started(job[0], error) from error
-    while True:
-        status = _reaped(child)
-        if status is not None:
-            return status
+    while (status := _reaped(child)) is None:
         info = signal.sigwaitinfo({*_PASSED_ON, signal.SIGCHLD})
         if info.si_signo != signal.SIGCHLD and info.si_code != _SI_KERNEL:
             with suppress(ProcessLookupError):
                 os.kill(child, info.si_signo)
+    return status
 
 
 def _reaped(child: int) -> int | None:
-    """Collect whoever has ended (as process 1 of a container, orphans too); the child's status."""
+    """Reap ended processes (as process 1 of a container, orphans too); the child's status."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -133,25 +127,25 @@ def _reaped(child: int) -> int | None:
 
 
 def _linger(folder: str, config: Config, seconds: float, *, failed: bool) -> None:
-    """Serve what the job left, where there is something in it that nobody may have seen."""
+    """Serve what the job left, where no scrape may have its last counts."""
     from gpumem_otel.errors import GpumemError
     from gpumem_otel.oom import handover
 
     try:
-        left = [words for words in handover.left_in(folder) if failed or words.ooms]
+        left = [final for final in handover.left_in(folder) if failed or final.ooms]
     except GpumemError as error:
         warn(str(error))
         return
-    listeners = [one for words in left if (one := _listener(words, config)) is not None]
+    listeners = [item for final in left if (item := _listener(final, config)) is not None]
     if not listeners:
         return
-    for one in listeners:
-        one.start()
+    for listener in listeners:
+        listener.start()
     try:
         _wait(seconds)
     finally:
-        for one in listeners:
-            one.stop()
+        for listener in listeners:
+            listener.stop()
 
 
 def _wait(seconds: float) -> None:
@@ -163,8 +157,8 @@ def _wait(seconds: float) -> None:
             return
 
 
-def _listener(words: FinalMetrics, config: Config) -> Listener | None:
-    """What answers in the place of a process; None where it would be less careful than that."""
+def _listener(final: FinalMetrics, config: Config) -> Listener | None:
+    """Serves in place of a process; None where it would be less protected than the process was."""
     from gpumem_otel.errors import CaptureError, GpumemError
     from gpumem_otel.oom import handover
     from gpumem_otel.serve.dependencies import AppDeps, Health
@@ -173,16 +167,16 @@ def _listener(words: FinalMetrics, config: Config) -> Listener | None:
     def profile(*_: object) -> bytes:
         raise CaptureError("read: the process has ended; only its last /metrics are left")
 
-    serve = replace(config.serve, host=words.host, port=words.port)
+    serve = replace(config.serve, host=final.host, port=final.port)
     scheme = "https" if serve.tls_cert_file else "http"
-    if scheme != words.scheme or handover.is_guarded(serve) != words.guarded:
+    if scheme != final.scheme or handover.is_guarded(serve) != final.guarded:
         warn(
-            f"port {words.port}: the job's certificate or token is not known here; give it by a "
-            "variable for its last /metrics to be served"
+            f"port {final.port}: the job's certificate or token is not known here, so its last "
+            "/metrics are not served; give it by a variable"
         )
         return None
     deps = AppDeps(
-        metrics=lambda _accept: (words.content_type, words.body.encode()),
+        metrics=lambda _accept: (final.content_type, final.body.encode()),
         profile=profile,
         health=lambda: Health(ok=False, reasons=("the process has ended",)),
         service_name=config.service_name,
@@ -190,11 +184,11 @@ def _listener(words: FinalMetrics, config: Config) -> Listener | None:
     try:
         return Listener(deps, serve)
     except GpumemError as error:
-        warn(f"port {words.port}: {error}")
+        warn(f"port {final.port}: {error}")
         return None
 
 
-def _end_alike(code: int) -> int:
+def _end_like_job(code: int) -> int:
     """The exit code of the job; where a signal ended it, that ends this process too."""
     if code >= 0:
         return code

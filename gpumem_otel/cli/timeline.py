@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from gpumem_otel.cli.shared_options import DEVICE, SOURCE
+
 _EPILOG = """\b
 Examples:
   gpumem-otel timeline snapshot.pickle
@@ -16,14 +18,14 @@ Of a recording every reading is a moment. Press ? in it for its keys.
 
 
 @click.command("timeline", epilog=_EPILOG, short_help="Write a page with the memory over time.")
-@click.argument("source", metavar="IN")
+@SOURCE
 @click.option(
     "-o",
     "--output",
     metavar="OUT",
     help='File, or "-" for stdout; by default IN.timeline.html here.',
 )
-@click.option("--device", type=int, metavar="N", help="Only this device.")
+@DEVICE
 def command(source: str, output: str | None, device: int | None) -> None:
     """Write a page with the memory of the snapshot or recording IN over time."""
     from gpumem_otel.base.profile import ProfileKind

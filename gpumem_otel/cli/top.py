@@ -6,7 +6,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from gpumem_otel.cli.common import ROWS, open_source, pick_devices, print_json, progress, warn_about
+from gpumem_otel.cli.inputs import open_source, pick_devices
+from gpumem_otel.cli.output import fields_of, frames_of, print_json, progress, warn_about
+from gpumem_otel.cli.shared_options import DEVICE, ROWS, SOURCE, json_option, kind_option
 
 if TYPE_CHECKING:
     from gpumem_otel.base.profile import HeapProfile
@@ -27,11 +29,11 @@ _LABELS: dict[str, Label] = {
     "compile-context": "compile_context",
     "annotation": "annotation",
 }
-"""Ways to sum up by what an allocation carries beside its stack."""
+"""Choices of --by that group by a label of the allocation."""
 
 
 @click.command("top", epilog=_EPILOG, short_help="Print what holds the memory.")
-@click.argument("source", metavar="IN")
+@SOURCE
 @click.option("-n", "--number", type=ROWS, default=10, show_default=True, help="Rows a device.")
 @click.option(
     "--by",
@@ -40,14 +42,11 @@ _LABELS: dict[str, Label] = {
     show_default=True,
     help="function, file, line: self was allocated right there, total by what it called too.",
 )
-@click.option(
-    "--kind",
-    type=click.Choice(["live", "allocated", "peak", "pinned"]),
-    default="live",
-    show_default=True,
-    help="What is alive, what the recorded events allocated, what was alive at their peak, or "
+@kind_option(
+    "What is alive, what the recorded events allocated, what was alive at their peak, or "
     "pinned host memory.",
-)
+    "live", "allocated", "peak", "pinned",
+)  # fmt: skip
 @click.option(
     "--frames",
     type=click.IntRange(1),
@@ -55,8 +54,8 @@ _LABELS: dict[str, Label] = {
     show_default=True,
     help="Frames shown of a stack; what is between the ends is cut.",
 )
-@click.option("--device", type=int, metavar="N", help="Only this device.")
-@click.option("--json", "as_json", is_flag=True, help="Bytes and whole stacks as JSON.")
+@DEVICE
+@json_option("Bytes and whole stacks as JSON.")
 def command(
     source: str,
     *,
@@ -82,14 +81,8 @@ def command(
         profiles = opened.profiles(chosen, device, label=_LABELS.get(by))
     key = _LABELS.get(by, by)
     if as_json:
-        print_json(
-            {
-                "devices": [
-                    _form(profile, top_rows(profile, key), by, number) for profile in profiles
-                ],
-                "warnings": list(opened.warnings_of(chosen)),
-            }
-        )
+        devices = [_form(profile, top_rows(profile, key), by, number) for profile in profiles]
+        print_json({"devices": devices, "warnings": list(opened.warnings_of(chosen))})
         return
     warn_about(opened, chosen)
     if not profiles:
@@ -119,23 +112,13 @@ def _form(profile: HeapProfile, rows: list[TopRow], by: str, number: int) -> dic
 
 
 def _row_form(row: TopRow) -> dict[str, object]:
-    form: dict[str, object] = {
-        "name": row.name,
-        "objects": row.objects,
-        "self_bytes": row.self_bytes,
-        "total_bytes": row.total_bytes,
-    }
-    if row.stack:
-        form["frames"] = [
-            {"name": frame.name, "filename": frame.filename, "line": frame.line}
-            for frame in row.stack
-        ]
-    return form
+    form = fields_of(row, "name", "objects", "self_bytes", "total_bytes")
+    return {**form, "frames": frames_of(row.stack)} if row.stack else form
 
 
 def _print_stacks(profile: HeapProfile, rows: list[TopRow], number: int, frames: int) -> None:
     from gpumem_otel.base.text import human_bytes, percent
-    from gpumem_otel.profiles.stack_text import short_stack
+    from gpumem_otel.profiles.stack_text import count_of, short_stack
 
     total = profile.total_bytes
     click.echo(
@@ -152,8 +135,8 @@ def _print_stacks(profile: HeapProfile, rows: list[TopRow], number: int, frames:
     if rest:
         size = sum(row.self_bytes for row in rest)
         click.echo(
-            f"{human_bytes(size):>10} {percent(size, total):>6} in {len(rest):,} more "
-            f"{'stack' if len(rest) == 1 else 'stacks'}"
+            f"{human_bytes(size):>10} {percent(size, total):>6} in "
+            f"{count_of(len(rest), 'more stack')}"
         )
 
 

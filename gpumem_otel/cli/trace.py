@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING
 import click
 
 from gpumem_otel.base.text import human_bytes, printable
-from gpumem_otel.cli.common import ROWS, CommandFailed, namer_for, open_source, pick_devices, warn
+from gpumem_otel.cli.inputs import open_source, pick_devices, stack_builder
+from gpumem_otel.cli.output import CommandFailed, fields_of, frames_of, warn, warn_of
+from gpumem_otel.cli.shared_options import DEVICE, ROWS, SOURCE, json_option
+from gpumem_otel.profiles.stack_text import short_line
 from gpumem_otel.profiles.tables import stack_lines
 from gpumem_otel.snapshot.labels import pool_name
 
@@ -57,18 +60,20 @@ def _address(value: str) -> int:
     try:
         return int(value, 0)
     except ValueError:
-        raise click.BadParameter(f"{value!r} is no address: write it as 0x7f5012000000") from None
+        raise click.BadParameter(
+            f"{value!r} is not an address: write it as 0x7f5012000000"
+        ) from None
 
 
 def _pattern(value: str) -> re.Pattern[str]:
     try:
         return re.compile(value)
     except re.error as error:
-        raise click.BadParameter(f"{value!r} is no regular expression: {error}") from None
+        raise click.BadParameter(f"{value!r} is not a regular expression: {error}") from None
 
 
 def _plain_iso(value: str) -> str:
-    """The same time as Python 3.10 reads it: no Z, and six digits after the point."""
+    """The same time as Python 3.10 accepts it: no Z, and six digits after the point."""
     value = re.sub(r"[Zz]$", "+00:00", value)
     return re.sub(r"\.(\d{1,6})\d*", lambda digits: f".{digits[1]:0<6}", value)
 
@@ -81,15 +86,15 @@ def _time(value: str) -> timedelta | datetime:
         moment = datetime.fromisoformat(_plain_iso(value))
     except ValueError:
         raise click.BadParameter(
-            f"{value!r} is no time: write seconds since the start of the trace, or "
+            f"{value!r} is not a time: write seconds since the start of the trace, or "
             "2026-11-29T17:50:00+00:00"
         ) from None
     return moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)
 
 
 @click.command("trace", epilog=_EPILOG, short_help="Print the recorded events, filtered.")
-@click.argument("source", metavar="IN")
-@click.option("--device", type=int, metavar="N", help="Only this device.")
+@SOURCE
+@DEVICE
 @click.option("--min-size", type=_size, metavar="SIZE", help="Only events of at least so much.")
 @click.option("--max-size", type=_size, metavar="SIZE", help="Only events of at most so much.")
 @click.option(
@@ -116,7 +121,7 @@ def _time(value: str) -> timedelta | datetime:
 @click.option("--tail", type=ROWS, metavar="N", help="Only the last N of each device.")
 @click.option("--frames", is_flag=True, help="Whole stacks, leaf first.")
 @click.option("--absolute", is_flag=True, help="Times of day (UTC) instead of seconds.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+@json_option("One JSON object a line.")
 def command(
     source: str,
     *,
@@ -147,8 +152,8 @@ def command(
     window = opened.window()
     snapshot = opened.snapshot if window is None else window[0]
     devices = pick_devices(snapshot, device)
-    starts = [first_time_us(snapshot.raw_events(one)) for one in devices]
-    # devices share one clock, so that their lines can be put beside each other
+    starts = [first_time_us(snapshot.raw_events(number)) for number in devices]
+    # devices share one clock, so that their times can be compared
     start_us = min((start for start in starts if start is not None), default=None)
     wanted = EventFilter(
         min_size_bytes=min_size,
@@ -159,22 +164,22 @@ def command(
         address=address,
         actions=_actions(snapshot, devices, actions),
     )
-    for warning in [*snapshot.warnings, *_overflows(snapshot, devices)]:
-        warn(f"{snapshot.source}: {warning}")
+    warn_of(snapshot.source, [*snapshot.warnings, *_overflows(snapshot, devices)])
     if not any(map(snapshot.raw_events, devices)):
         warn(
             f"{snapshot.source}: holds no events; record history "
             "(torch.cuda.memory._record_memory_history()) to have them"
         )
-    shower: _Json | _Text = (
-        _Json(snapshot, frames=frames)
-        if as_json
-        else _Text(snapshot, frames=frames, absolute=absolute, start_us=start_us)
-    )
-    for one in devices:
-        events = snapshot.raw_events(one)
-        if events:
-            _write(shower.lines(one, events, _some(events, wanted, number, tail)))
+    stacks = _Stacks(snapshot)
+    from_us = None if absolute else start_us or 0
+    for index in devices:
+        if events := snapshot.raw_events(index):
+            chosen = _some(events, wanted, number, tail)
+            _write(
+                _json_lines(stacks, index, chosen, frames=frames)
+                if as_json
+                else _text_lines(stacks, index, events, chosen, frames=frames, start_us=from_us)
+            )
 
 
 def _overflows(snapshot: TorchSnapshot, devices: Sequence[int]) -> Iterator[str]:
@@ -196,13 +201,13 @@ def _absolute(
     """Microseconds since 1970.
 
     Raises:
-        CommandFailed: no event carries a time.
+        CommandFailed: no event has a time.
     """
     if value is None:
         return None
     if start_us is None:
         raise CommandFailed(
-            f"{snapshot.source}: its events carry no time (torch before 2.2, or none recorded): "
+            f"{snapshot.source}: its events have no time (torch before 2.2, or none recorded): "
             "leave --since and --until out"
         )
     if isinstance(value, timedelta):
@@ -213,26 +218,26 @@ def _absolute(
 def _actions(
     snapshot: TorchSnapshot, devices: Sequence[int], words: Sequence[str]
 ) -> frozenset[str] | None:
-    """Torch's words; None for any.
+    """Torch's names of the actions; None for any.
 
     Raises:
-        click.BadParameter: neither torch nor this trace knows such an action.
+        click.BadParameter: neither torch nor this trace has such an action.
     """
     from gpumem_otel.snapshot.events import ACTIONS, KNOWN_ACTIONS
 
     if not words:
         return None
-    found = {action for word in words for action in ACTIONS.get(word, (word,))}
-    if strange := found - KNOWN_ACTIONS:
-        there = {event.get("action") for device in devices for event in snapshot.raw_events(device)}
-        if not strange <= there:
-            word = min(strange - {text for text in there if text is not None})
+    chosen = {action for word in words for action in ACTIONS.get(word, (word,))}
+    if unknown := chosen - KNOWN_ACTIONS:
+        used = {event.get("action") for device in devices for event in snapshot.raw_events(device)}
+        if not unknown <= used:
+            word = min(unknown - {text for text in used if text is not None})
             known = ", ".join([*ACTIONS, *sorted(KNOWN_ACTIONS)])
             raise click.BadParameter(
                 f"no event of {snapshot.source} is a {word!r} (known: {known})",
                 param_hint="'--action'",
             )
-    return frozenset(found)
+    return frozenset(chosen)
 
 
 def _some(
@@ -240,10 +245,8 @@ def _some(
 ) -> Iterable[EventLine]:
     from gpumem_otel.snapshot.events import pick
 
-    found = pick(events, wanted)
-    if tail is not None:
-        return deque(found, maxlen=tail)
-    return islice(found, number)
+    lines = pick(events, wanted)
+    return islice(lines, number) if tail is None else deque(lines, maxlen=tail)
 
 
 def _write(lines: Iterator[str]) -> None:
@@ -252,7 +255,7 @@ def _write(lines: Iterator[str]) -> None:
 
 
 def _day_time(time_us: int) -> str:
-    """ISO in UTC; the bare number where it is beyond the calendar."""
+    """ISO in UTC; the plain number where no calendar date has it."""
     try:
         return (_EPOCH + timedelta(microseconds=time_us)).isoformat(timespec="microseconds")
     except OverflowError:
@@ -260,72 +263,59 @@ def _day_time(time_us: int) -> str:
 
 
 class _Stacks:
-    """Names stacks; each distinct one once."""
+    """The names of stacks, built once for each distinct stack."""
 
     def __init__(self, snapshot: TorchSnapshot) -> None:
-        from gpumem_otel.snapshot.stacks import StackBuilder
-
-        self._builder = StackBuilder(namer_for(snapshot), resolved=snapshot.resolved)
+        self._builder = stack_builder(snapshot)
         self._known: dict[tuple[int, ...], tuple[str, Stack]] = {}
 
     def __call__(self, frames: Sequence[RawFrame]) -> tuple[str, Stack]:
-        """A stack in one line, and as it is."""
-        # frames live as long as their snapshot, so that identities will do
-        key = tuple(map(id, frames))
-        found = self._known.get(key)
-        if found is None:
-            from gpumem_otel.profiles.stack_text import short_line
-
+        """A stack in one line, and in full."""
+        key = tuple(map(id, frames))  # frames live as long as their snapshot
+        if key not in self._known:
             stack = self._builder.build(frames)
-            found = self._known[key] = (short_line(stack), stack)
-        return found
+            self._known[key] = (short_line(stack), stack)
+        return self._known[key]
 
 
-class _Text:
-    """Lines for people."""
-
-    def __init__(
-        self, snapshot: TorchSnapshot, *, frames: bool, absolute: bool, start_us: int | None
-    ) -> None:
-        self._stacks = _Stacks(snapshot)
-        self._frames = frames
-        self._absolute = absolute
-        self._start_us = start_us or 0
-
-    def lines(
-        self, device: int, events: Sequence[RawEvent], found: Iterable[EventLine]
-    ) -> Iterator[str]:
-        """A title, headers, the events, and a last line where there is none."""
-        digits = max(len(str(len(events))), len("event"))
-        time = "time (UTC)" if self._absolute else "seconds"
-        width = _DAY_WIDTH if self._absolute else _SECONDS_WIDTH
-        yield f"device {device}: {len(events):,} events{_span(events)}\n"
-        yield (
-            f"{'event':>{digits}}  {time:>{width}}  {'action':14}  {'size':>10}  "
-            f"{'address':14}  {'stream':>14}  {'pool':7}  where\n"
+def _text_lines(
+    stacks: _Stacks,
+    device: int,
+    events: Sequence[RawEvent],
+    chosen: Iterable[EventLine],
+    *,
+    frames: bool,
+    start_us: int | None,
+) -> Iterator[str]:
+    """A title, headers and the chosen events; times of day where `start_us` is None."""
+    digits = max(len(str(len(events))), len("event"))
+    width = _DAY_WIDTH if start_us is None else _SECONDS_WIDTH
+    yield f"device {device}: {len(events):,} events{_span(events)}\n"
+    yield (
+        f"{'event':>{digits}}  {'time (UTC)' if start_us is None else 'seconds':>{width}}  "
+        f"{'action':14}  {'size':>10}  {'address':14}  {'stream':>14}  {'pool':7}  where\n"
+    )
+    event = None
+    for event in chosen:
+        where, stack = stacks(event.frames)
+        address = "-" if event.address is None else f"{event.address:#x}"
+        pool = "-" if event.pool_id is None else pool_name(event.pool_id)
+        line = (
+            f"{event.number:>{digits}}  {_time_text(event.time_us, start_us):>{width}}  "
+            f"{printable(event.action):14}  {human_bytes(event.size_bytes):>10}  "
+            f"{address:14}  {event.stream:>#14x}  {pool:7}  {_notes(event)}{where}"
         )
-        event = None
-        for event in found:
-            where, stack = self._stacks(event.frames)
-            address = "-" if event.address is None else f"{event.address:#x}"
-            pool = "-" if event.pool_id is None else pool_name(event.pool_id)
-            line = (
-                f"{event.number:>{digits}}  {self._time(event.time_us):>{width}}  "
-                f"{printable(event.action):14}  {human_bytes(event.size_bytes):>10}  "
-                f"{address:14}  {event.stream:>#14x}  {pool:7}  {_marks(event)}{where}"
-            )
-            yield line.rstrip() + "\n"
-            if self._frames:
-                yield from (f"{'':{digits + 4}}{line}\n" for line in stack_lines(stack))
-        if event is None:
-            yield "no event matches\n"
+        yield line.rstrip() + "\n"
+        if frames:
+            yield from (f"{'':{digits + 4}}{line}\n" for line in stack_lines(stack))
+    if event is None:
+        yield "no event matches\n"
 
-    def _time(self, time_us: int | None) -> str:
-        if time_us is None:
-            return "-"
-        if self._absolute:
-            return _day_time(time_us)
-        return f"{(time_us - self._start_us) / 1e6:.6f}"
+
+def _time_text(time_us: int | None, start_us: int | None) -> str:
+    if time_us is None:
+        return "-"
+    return _day_time(time_us) if start_us is None else f"{(time_us - start_us) / 1e6:.6f}"
 
 
 def _span(events: Sequence[RawEvent]) -> str:
@@ -337,48 +327,32 @@ def _span(events: Sequence[RawEvent]) -> str:
     return f" in {(last - first) / 1e6:.6f} s from {_day_time(first)}"
 
 
-def _marks(event: EventLine) -> str:
-    """What there is to say about an event beside its place; with a blank after it."""
-    mark = "[alloc not seen] " if event.unseen else ""
+def _notes(event: EventLine) -> str:
+    """Notes on an event, each in brackets with a blank after it."""
+    note = "[alloc not seen] " if event.unseen else ""
     if event.device_free_bytes is not None:
-        mark += f"[device had {human_bytes(event.device_free_bytes)} free] "
+        note += f"[device had {human_bytes(event.device_free_bytes)} free] "
     if event.user_metadata:
-        mark += f"[{printable(event.user_metadata)}] "
-    return mark
+        note += f"[{printable(event.user_metadata)}] "
+    return note
 
 
-class _Json:
-    """Objects for programs."""
-
-    def __init__(self, snapshot: TorchSnapshot, *, frames: bool) -> None:
-        self._stacks = _Stacks(snapshot)
-        self._frames = frames
-
-    def lines(
-        self, device: int, events: Sequence[RawEvent], found: Iterable[EventLine]
-    ) -> Iterator[str]:
-        """An object a line."""
-        del events
-        encode = json.JSONEncoder(ensure_ascii=False).encode
-        for event in found:
-            where, stack = self._stacks(event.frames)
-            form: dict[str, object] = {
-                "device": device,
-                "event": event.number,
-                "action": event.action,
-                "time_us": event.time_us,
-                "size_bytes": event.size_bytes,
-                "address": event.address,
-                "stream": event.stream,
-                "pool": event.pool_id,
-                "allocation_seen": not event.unseen,
-                "device_free_bytes": event.device_free_bytes,
-                "compile_context": event.compile_context,
-                "user_metadata": event.user_metadata,
-                "where": where,
-            }
-            if self._frames:
-                form["frames"] = [
-                    {"name": f.name, "filename": f.filename, "line": f.line} for f in stack
-                ]
-            yield encode(form) + "\n"
+def _json_lines(
+    stacks: _Stacks, device: int, chosen: Iterable[EventLine], *, frames: bool
+) -> Iterator[str]:
+    """An object a line."""
+    encode = json.JSONEncoder(ensure_ascii=False).encode
+    for event in chosen:
+        where, stack = stacks(event.frames)
+        form: dict[str, object] = {
+            "device": device,
+            "event": event.number,
+            **fields_of(event, "action", "time_us", "size_bytes", "address", "stream"),
+            "pool": event.pool_id,
+            "allocation_seen": not event.unseen,
+            **fields_of(event, "device_free_bytes", "compile_context", "user_metadata"),
+            "where": where,
+        }
+        if frames:
+            form["frames"] = frames_of(stack)
+        yield encode(form) + "\n"

@@ -36,7 +36,7 @@ class Opened:
 
     Attributes:
         tab: playwright's page.
-        said: errors and warnings of its console, and what it asked the network for.
+        said: errors and warnings of its console, and its network requests.
     """
 
     def __init__(self, tab, path: Path) -> None:
@@ -66,7 +66,7 @@ class Opened:
         return self.tab.evaluate(f"gpumem.app.then((a) => ({code}))")
 
     def frames(self) -> None:
-        """Let the page draw what it has been told."""
+        """Wait until the page has drawn."""
         self.tab.evaluate(
             "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))"
         )
@@ -90,13 +90,13 @@ class Opened:
         return found
 
     def at_rest(self) -> None:
-        """Wait until a zoom has come to its end."""
+        """Wait until a zoom has ended."""
         self.tab.wait_for_function("() => gpumem.app.then((a) => !a.panel || a.panel.flame.atRest)")
 
 
 @pytest.fixture
 def open_page(browser, tmp_path):
-    """Writes a page to a file and opens it; afterwards it must have been silent."""
+    """Writes a page to a file and opens it; it must have reported nothing."""
     opened: list[Opened] = []
     contexts = []
 

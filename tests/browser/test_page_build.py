@@ -1,4 +1,4 @@
-"""The page is in every form of the package, and an sdist brings it without npm."""
+"""The page is in every form of the package, and an sdist builds it without npm."""
 
 from __future__ import annotations
 

@@ -93,13 +93,13 @@ def test_different_units_are_said_and_not_compared(open_page):
 
 
 def in_another_unit(html: str) -> str:
-    """The page, with another word in the first of its profiles."""
+    """The page, with another unit in the first of its profiles."""
     found = re.search(r'id="payload">([^<]*)<', html)
     data = gzip.decompress(base64.b64decode(found[1]))
     old, new = (
         b"bytes as the allocator rounds them",
         b"bytes as nobody in here rounds ...",
-    )  # as long
+    )  # of the same length
     assert len(old) == len(new)
     changed = base64.b64encode(gzip.compress(data.replace(old, new, 1))).decode()
     return html.replace(found[1], changed)

@@ -97,7 +97,7 @@ def test_dark_and_light(open_page, oom, scheme):
     shown.press("t")
     assert shown.state["theme"] != scheme
     assert (brightness() < 200) == (scheme == "light")
-    # the system's own change wins again
+    # a change of the system's theme wins again
     for wanted in ("light", "dark") if scheme == "dark" else ("dark", "light"):
         shown.tab.emulate_media(color_scheme=wanted)
         shown.tab.locator(f":root[data-theme={wanted}]").wait_for()

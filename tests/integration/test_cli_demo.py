@@ -104,7 +104,7 @@ def test_a_short_demo_shows_a_table_that_is_its_file(tmp_path):
     assert sum(shares) <= 100.1
 
 
-def test_demo_whose_reader_has_enough_ends_well(tmp_path):
+def test_demo_whose_output_is_closed_ends_well(tmp_path):
     with start_demo(tmp_path, "--duration", "300", "--port", "0") as process:
         assert process.stdout.readline().startswith("gpumem-otel demo: ")
         process.stdout.close()
@@ -129,8 +129,8 @@ def test_the_line_for_prometheus_is_its_config(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_somebody_elses_window_is_no_warning(tmp_path):
-    """GIVEN a window of a user's own WHEN the demo's falls into it THEN it is no error."""
+def test_a_users_window_is_no_warning(tmp_path):
+    """GIVEN an open window of a user WHEN the demo's would begin THEN that is not an error."""
     level = {"GPUMEM_OTEL_METRICS_LEVEL": "full"}
     with start_demo(tmp_path, "--duration", "300", "--port", "0", **level) as process:
         url = until(process, "curl http").split()[-1].removesuffix("/metrics")
@@ -145,7 +145,7 @@ def test_somebody_elses_window_is_no_warning(tmp_path):
 
 
 def get(url: str) -> bytes:
-    """The answer, empty where it is an error."""
+    """The body of the answer, empty on an error."""
     try:
         with urllib.request.urlopen(url, timeout=WAIT) as answer:
             body: bytes = answer.read()
@@ -174,8 +174,8 @@ def test_demo_that_is_switched_off_says_so(tmp_path):
     assert "GPUMEM_OTEL_DISABLED is set" in only_line(done.stderr)
 
 
-def test_demo_says_why_it_can_not_listen(tmp_path):
-    """GIVEN TLS files that are not there, or a foreign address THEN each has its own reason."""
+def test_demo_says_why_it_cannot_listen(tmp_path):
+    """GIVEN missing TLS files, or another machine's address THEN each has its own reason."""
     files = {
         "GPUMEM_OTEL_TLS_CERT_FILE": str(tmp_path / "none.pem"),
         "GPUMEM_OTEL_TLS_KEY_FILE": str(tmp_path / "none.key"),
@@ -188,7 +188,7 @@ def test_demo_says_why_it_can_not_listen(tmp_path):
     with start_demo(tmp_path, "--port", "0", "--host", "192.0.2.1") as process:
         _, err = process.communicate(timeout=WAIT)
     assert process.returncode == 1
-    assert "can not listen on 192.0.2.1:0: " in only_line(err)
+    assert "cannot listen on 192.0.2.1:0: " in only_line(err)
 
 
 def test_demo_with_a_taken_port_says_so(tmp_path):
@@ -202,7 +202,7 @@ def test_demo_with_a_taken_port_says_so(tmp_path):
     assert f"127.0.0.1:{port} is taken; choose another with --port" in only_line(err)
 
 
-def test_demo_into_a_folder_that_can_not_be_made(tmp_path):
+def test_demo_into_a_folder_that_cannot_be_created(tmp_path):
     (tmp_path / "file").write_text("")
     done = cli("demo", "--replay", "--out", "file/demo", cwd=tmp_path)
     assert done.returncode == 1
@@ -217,7 +217,7 @@ def test_demo_gpu_without_one(tmp_path):
     assert "torch sees no GPU here" in only_line(done.stderr)
 
 
-def test_a_recording_of_ones_own_is_replayed(tmp_path):
+def test_a_recording_of_the_user_is_replayed(tmp_path):
     """The one in which a job ran out of memory."""
     recording = Path(__file__).parents[1] / "data" / "jobs" / "oom.gpumem"
     arguments = ("--recording", str(recording), "--port", "0", "--duration", "300")

@@ -1,4 +1,4 @@
-"""`flamegraph` and `timeline`: the files that they write, and what they say where they can not."""
+"""`flamegraph` and `timeline`: the files that they write, and their errors."""
 
 from __future__ import annotations
 

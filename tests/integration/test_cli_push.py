@@ -1,4 +1,4 @@
-"""`push`: what a server then holds is what the file says."""
+"""`push`: the server then has the totals of the file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def no_settings(monkeypatch):
 
 
 def push_totals(server, tmp_path, path: Path, service: str) -> None:
-    """What is read back is what the file says, pushed as a snapshot and as a pprof file."""
+    """The server has the file's totals, pushed as a snapshot and as a pprof file."""
     snapshot = load_snapshot(path)
     expected = {device: snapshot.books(device).allocated_bytes for device in snapshot.devices()}
     assert main(["push", str(path), "--url", server.url, "--service", service]) == 0

@@ -100,7 +100,7 @@ def test_every_option_is_sent(run_dir, ctl, tmp_path):
     )
 
 
-def test_nothing_is_not_the_same_as_not_said(run_dir, ctl):
+def test_zero_is_not_the_default(run_dir, ctl):
     double = YieldDouble()
     with controlling(double, run_dir):
         code, _, _ = ctl("restore", "--wait-seconds", "0")
@@ -112,7 +112,7 @@ def test_nothing_is_not_the_same_as_not_said(run_dir, ctl):
     assert len(double.submitted) == 1
 
 
-def test_where_as_many_watch_as_may_it_is_followed_all_the_same(run_dir, capsys, monkeypatch):
+def test_it_is_followed_although_too_many_watch(run_dir, capsys, monkeypatch):
     monkeypatch.setattr("gpumem_otel.yielding.control.app.MAX_WATCHERS", 0)
     monkeypatch.setattr("gpumem_otel.cli.ctl.jobs._POLL_SECONDS", 0.05)
     double = YieldDouble(by_hand=True)
@@ -122,7 +122,7 @@ def test_where_as_many_watch_as_may_it_is_followed_all_the_same(run_dir, capsys,
         follow.start()
         until(lambda: len(double.submitted) == 1)
         double.waiting.clear()
-        assert double.waiting.wait(WAIT)  # it looks
+        assert double.waiting.wait(WAIT)  # it polls
         assert found == []
         double.finish()
         follow.join(WAIT)
@@ -204,41 +204,40 @@ def test_bad_usage(arguments, ctl):
     assert err.count("\n") == 1
 
 
-def test_nobody_there(ctl, run_dir):
+def test_no_job_takes_commands(ctl, run_dir):
     code, out, err = ctl("state")
     assert (code, out) == (1, "")
-    assert err == (
-        f"gpumem-otel: error: no job takes commands here: none has a socket in {run_dir}; "
-        "GPUMEM_OTEL_CONTROL=1 makes one once a job uses CUDA\n"
-    )
+    assert str(run_dir) in err
+    assert "GPUMEM_OTEL_CONTROL=1" in err
+    assert err.count("\n") == 1
     for verb in ("state", "yield", "restore"):
         code, out, _ = ctl(verb, "--json")
         assert (code, json.loads(out)) == (1, [])
     code, _, err = ctl("yield", "--target", "http://127.0.0.1:1")
     assert code == 1
-    assert "nobody listens there" in err
+    assert "http://127.0.0.1:1: " in err
     code, _, err = ctl("yield", "--target", f"unix://{run_dir}/x.sock")
     assert code == 1
-    assert "there is no such socket" in err
+    assert "no such socket" in err
 
 
-def test_watch_of_nobody(ctl, run_dir):
+def test_watch_without_an_answer(ctl, run_dir):
     code, out, err = ctl("watch", "--target", f"unix://{run_dir}/x.sock")
     assert (code, out) == (1, "")
     assert err.splitlines()[-1] == "gpumem-otel: error: no process answered"
 
 
-def test_a_target_that_is_no_socket(ctl, tmp_path):
+def test_a_target_that_is_not_a_socket(ctl, tmp_path):
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file"):
         code, _, err = ctl("state", "--target", f"unix://{path}")
         assert code == 1
-        assert err.startswith(f"gpumem-otel: error: unix://{path}: that is no socket: ")
+        assert err.startswith(f"gpumem-otel: error: unix://{path}: that is not a socket: ")
 
 
 @pytest.fixture
 def several_users(run_dir, tmp_path, monkeypatch):
-    """A folder of another user where theirs would be, and none set."""
+    """A folder of another user in the default place, and no folder set."""
     del run_dir
     if os.geteuid() != 0:
         pytest.skip("only root can make a folder of another user")
@@ -262,7 +261,7 @@ def test_root_finds_the_jobs_of_all_users(several_users, ctl):
     place = discovery._place(discovery._boot_id(), "", discovery._pid_namespace())
     dead = f"1-1-{place}.control-0.sock"
     with controlling(YieldDouble(), several_users) as listener:
-        (several_users / dead).touch()  # of a process that has ended, and no socket either
+        (several_users / dead).touch()  # of a process that has ended, and not a socket
         of_another(several_users)
         for arguments in ((), ("--run-dir", str(several_users))):
             code, out, err = ctl("state", "--json", *arguments)
@@ -278,7 +277,7 @@ def test_root_finds_the_jobs_of_all_users(several_users, ctl):
         )
         code, _, err = ctl("state")
         assert code == 1
-        assert f"none has a socket in {several_users.parent}/mine; GPU" in err
+        assert f"{several_users.parent}/mine; " in err
         os.chown(several_users, 0, 0)
 
 
@@ -292,17 +291,14 @@ def test_root_follows_no_link_of_another_user(several_users, ctl, tmp_path):
         assert (code, out) == (1, "[]\n")
 
 
-def test_others_are_told_whose_folders_there_are(several_users, ctl, monkeypatch):
+def test_others_learn_whose_folders_there_are(several_users, ctl, monkeypatch):
     of_another(several_users)
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
     whose = f"{several_users} (sudo -u '#65533' gpumem-otel ctl)"
     code, _, err = ctl("state")
     assert code == 1
-    assert err == (
-        f"gpumem-otel: error: no job takes commands here: none has a socket in "
-        f"{several_users.parent}/mine; GPUMEM_OTEL_CONTROL=1 makes one once a job uses CUDA; "
-        f"folders of other users were not looked into: {whose}\n"
-    )
+    assert f"{several_users.parent}/mine; " in err
+    assert err.endswith(f": {whose}\n")
     code, _, err = ctl("state", "--run-dir", str(several_users))
     assert code == 1
     assert err.endswith("give your own (sudo -u '#65533' gpumem-otel ctl)\n")
@@ -323,16 +319,11 @@ def test_what_listens_there_is_something_else(ctl):
         thread = threading.Thread(target=serve)
         thread.start()
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
-        port = "that of a job has a port of its own, 9564 + local rank unless its"
-        # of the second and third it is looked whether they speak TLS
-        for reason in (
-            f"no control API answers here: {port}",
-            "there is no HTTP",
-            "without an answer",
-        ):
+        # after the second and third answer a second connection looks for TLS
+        for fact in ("9564 + local rank", "not HTTP", "without an answer"):
             code, _, err = ctl("state", "--target", url)
             assert code == 1
-            assert reason in err
+            assert fact in err
         thread.join(WAIT)
 
 
@@ -370,22 +361,22 @@ def test_several_jobs_are_not_stopped_by_accident(run_dir, ctl):
 
 
 def test_two_jobs_of_one_name_are_not_stopped_by_accident(run_dir, ctl):
-    """Jobs without a name of their own share one, and each of them is rank 0."""
+    """Jobs without a name share the default one, and each is rank 0."""
     doubles = [YieldDouble(), YieldDouble()]
     with ExitStack() as stack:
-        for place, double in enumerate(doubles):  # which the name of the socket has
+        for place, double in enumerate(doubles):  # part of the socket's name
             identity = replace(IDENTITY, local_rank=place)
             stack.enter_context(controlling(double, run_dir, identity=identity))
         code, out, err = ctl("yield")
         assert (code, out) == (2, "")
-        assert "processes that call themselves the same rank of one job take commands here" in err
+        assert "the same rank of one job" in err
         assert [double.moves for double in doubles] == [0, 0]
         code, _, _ = ctl("yield", "--all")
         assert code == 0
         assert [double.moves for double in doubles] == [1, 1]
 
 
-def test_a_job_that_does_not_say_which_it_is_is_not_stopped_by_accident(run_dir, ctl):
+def test_a_job_that_does_not_answer_is_not_stopped_by_accident(run_dir, ctl):
     double = YieldDouble()
     with controlling(double, run_dir), socket.socket(socket.AF_UNIX) as silent:
         name = discovery.socket_name(5)
@@ -400,7 +391,7 @@ def test_a_job_that_does_not_say_which_it_is_is_not_stopped_by_accident(run_dir,
         code, out, err = ctl("yield")
         assert (code, out) == (1, "")
         assert f"{name}: " in err
-        assert err.endswith("; --target names whom to ask, --all asks all the same\n")
+        assert "--target" in err
         assert double.submitted == []
         code, out, _ = ctl("yield", "--all")
         assert code == 1
@@ -415,7 +406,7 @@ def test_one_of_several_fails(run_dir, ctl):
         code, out, err = ctl("yield", "--target", url, "--target", "http://127.0.0.1:1")
         assert code == 1
         assert "gave back 12.0 GiB" in out
-        assert "http://127.0.0.1:1: nobody listens there" in err
+        assert "http://127.0.0.1:1: " in err
 
 
 def test_over_tls_with_a_token(tmp_path, ctl):
@@ -454,12 +445,12 @@ def test_over_tls_with_a_token(tmp_path, ctl):
     assert double.moves == 1
 
 
-def test_a_token_is_not_sent_in_the_clear(tmp_path, ctl):
+def test_a_token_is_not_sent_unencrypted(tmp_path, ctl):
     (tmp_path / "token").write_text(TOKEN)
     token = ("--token-file", str(tmp_path / "token"))
     code, _, err = ctl("state", "--target", "http://192.0.2.1:9564", *token)
     assert code == 2
-    assert "in the clear" in err
+    assert "--insecure" in err
 
 
 def test_a_client_certificate(tmp_path, ctl):
@@ -515,8 +506,5 @@ def test_a_process_that_ends_while_it_is_followed(run_dir, capsys, monkeypatch):
     follow.join(WAIT)
     assert found == [1]
     *_, line = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(
-        r"gpumem-otel: error: unix:///\S+: the yield began, and for \d+ s there is no answer any "
-        r"more: the process is stopped, or has ended, if `gpumem-otel ctl state` does not list it",
-        line,
-    )
+    assert re.match(r"gpumem-otel: error: unix:///\S+: the yield began, ", line)
+    assert "`gpumem-otel ctl state`" in line

@@ -1,7 +1,7 @@
 """What a Pyroscope 2.x answers, case by case.
 
 The fake must answer as a real server of default settings did. `PYROSCOPE_URL` runs the same cases
-against a real one, so that neither is believed on its own.
+against a real one, so that both are tested.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ OK, BAD, BROKEN, LIMITED = (
 
 
 class Server:
-    """One service on the server that is tried."""
+    """One service on the tested server."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -68,7 +68,7 @@ def address():
         yield url.rstrip("/")
         return
     with FakePyroscope() as fake:
-        fake.store.rate_bytes_per_second *= 1000  # these cases come faster than from a network
+        fake.store.rate_bytes_per_second *= 1000  # these cases come faster than over a network
         yield fake.url
 
 
@@ -247,7 +247,7 @@ def sized(megabytes: float, count: int = 4000) -> bytes:
     ("megabytes", "answer"), [(1.5, OK), (1.9, OK), (3.0, LIMITED), (4.6, BAD)]
 )
 def test_size_of_a_profile(server, megabytes, answer):
-    """Above the limiter's burst it is told to try again later, for ever."""
+    """Above the limiter's burst every answer is to try again later."""
     profile = sized(megabytes)
     if os.environ.get("PYROSCOPE_URL"):
         time.sleep(1.5)  # the limiter of a real server fills up again
@@ -388,7 +388,7 @@ def test_queries_that_are_refused(server, query):
 
 
 def test_strictness_of_the_fake():
-    """What no encoder of ours may do, whatever a real server lets pass."""
+    """What our encoder must never do, even where a real server accepts it."""
     assert STACKS[0][1] == (100, 1)
     with FakePyroscope() as fake:
         server = Server(fake.url)

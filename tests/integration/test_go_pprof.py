@@ -1,4 +1,4 @@
-"""What `go tool pprof` reads in our profiles is what we wrote."""
+"""`go tool pprof` reads from our profiles what we wrote."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_words_of_a_file_are_no_markup_on_a_terminal(tmp_path):
 
 def test_the_name_of_a_file_is_no_markup_in_a_progress_bar():
     shown = """
-from gpumem_otel.cli.common import _LateBar
+from gpumem_otel.cli.output import _LateBar
 bar = _LateBar("reading [/x].pickle")
 bar.show()
 bar.update(1, 2)

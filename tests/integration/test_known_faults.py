@@ -1,6 +1,6 @@
-"""Faults that tools of this kind have had, one test for each, through the verbs that people type.
+"""Faults of other tools of this kind, one test for each, through the command line.
 
-A fault is named by the report of it; the input here is ours.
+Each docstring names the report of the fault; the input is ours.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def convert(tmp_path):
 
 
 def refused(path, capsys):
-    """Every verb that reads files says what is wrong in one line; what it says."""
+    """Every verb that reads files fails with the same line, which is returned."""
     said = set()
     for verb in ("stats", "top", "segments", "trace", "convert"):
         more = ["-o", "/dev/null"] if verb == "convert" else []
@@ -82,8 +82,8 @@ def refused(path, capsys):
     return line
 
 
-def test_a_key_that_nobody_knows_yet(ask):
-    """mosaic PR 5, PR 15: a reader that breaks on a new key; here one at every level."""
+def test_an_unknown_key(ask):
+    """mosaic PR 5, PR 15: a reader breaks on a new key; here one at every level."""
     raw = pickle.loads(gzip.decompress(PATH.read_bytes()))
     plain = {verb: ask(raw, verb) for verb in ("stats", "top", "segments", "trace", "convert")}
     seen = set()
@@ -128,7 +128,7 @@ def test_an_oom_entry_alone(ask):
 
 @pytest.mark.parametrize("time_us", [2**63, 2**63 - 1, 2**63 // 1000 + 1])
 def test_integers_of_nine_bytes(ask, convert, time_us):
-    """pytorch#115234: they stop the reader; and pprof's are signed, its times nanoseconds."""
+    """pytorch#115234: they stop the reader; pprof's integers are signed, its times nanoseconds."""
     frame = raw_form.frame("f", line=2**64 - 1)
     event = raw_form.alloc(2**64 - 512, 512, (frame,))
     event |= {"stream": 2**64 - 1, "time_us": time_us}
@@ -145,7 +145,7 @@ def test_integers_of_nine_bytes(ask, convert, time_us):
 
 @pytest.mark.parametrize("share", [0, 1, 50, 99])
 def test_a_dump_that_was_cut_short(tmp_path, capsys, share):
-    """torchtitan PR 2991: empty files, and what a full disk leaves of one."""
+    """torchtitan PR 2991: empty files, and files cut short by a full disk."""
     for data in (gzip.decompress(PATH.read_bytes()), PATH.read_bytes()):
         path = tmp_path / "cut.pickle"
         path.write_bytes(data[: len(data) * share // 100])
@@ -173,7 +173,7 @@ def test_a_long_trace_takes_bounded_memory(tmp_path):
 
 
 def test_the_peak_has_what_is_older_than_the_trace(ask):
-    """mosaic PR 6: 100 bytes without an event and 20 with one: 120, of which 100 say why."""
+    """mosaic PR 6: 100 bytes without an event and 20 with one: 120, 100 of them a named root."""
     blocks = [raw_form.block(100), raw_form.block(20, (LEAF,))]
     segment = raw_form.segment(blocks)
     trace = [raw_form.alloc(blocks[1]["address"], 20, (LEAF,)), OOM]
@@ -186,8 +186,8 @@ def test_the_peak_has_what_is_older_than_the_trace(ask):
     }
 
 
-def test_a_full_ring_is_said_and_nothing_is_negative(ask):
-    """pytorch PR 179276: frees of what was never seen look like a late start."""
+def test_a_full_ring_is_a_warning_and_nothing_is_negative(ask):
+    """pytorch PR 179276: frees without an allocation look like a late start."""
     trace = [*free(1 << 30, 4096), *free(1 << 31, 512), raw_form.alloc(1 << 20, 8, (LEAF,))]
     raw = raw_form.snapshot([raw_form.segment([raw_form.block(512, (LEAF,), requested=8)])])
     raw["device_traces"] = [trace]
@@ -201,7 +201,7 @@ def test_a_full_ring_is_said_and_nothing_is_negative(ask):
     assert all(sample["size_bytes"] >= 0 for sample in peak["samples"])
 
 
-def test_a_dump_without_recording_has_totals_and_says_why_no_more(ask, capsys, tmp_path):
+def test_a_dump_without_recording_has_totals_and_a_warning(ask, capsys, tmp_path):
     """Megatron-Bridge PR 3487: an empty view."""
     raw = raw_form.snapshot([raw_form.segment([raw_form.block(512), raw_form.block(1024)])], [[]])
     said = []
@@ -216,7 +216,7 @@ def test_a_dump_without_recording_has_totals_and_says_why_no_more(ask, capsys, t
 
 
 def test_blocks_without_frames_stay(ask, convert):
-    """pytorch PR 124784: they vanish, and the sums with them."""
+    """pytorch PR 124784: they vanish, and the totals with them."""
     blocks = [raw_form.block(512, (LEAF,)), raw_form.block(2048), raw_form.block(1024)]
     raw = raw_form.snapshot([raw_form.segment(blocks)])
     names = {row["name"]: row["self_bytes"] for row in ask(raw, "top")["devices"][0]["rows"]}

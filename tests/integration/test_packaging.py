@@ -1,4 +1,4 @@
-"""What is in the wheel, what the bounds promise, and that our install moves nobody's packages.
+"""What is in the wheel, the bounds of requirements, and that installing changes no packages.
 
 pip's dry runs need the package index. Without one they are skipped; in CI (`CI` is set) they fail.
 """
@@ -57,7 +57,7 @@ def old_environment(tmp_path_factory):
 
 
 def fake_torch(folder: Path) -> Path:
-    """A wheel that says it is torch 2.3.0, and is nothing."""
+    """An empty wheel with the metadata of torch 2.3.0."""
     path = folder / "torch-2.3.0-py3-none-any.whl"
     info = "torch-2.3.0.dist-info"
     members = {
@@ -87,14 +87,15 @@ def test_the_wheel_holds_what_runs_and_no_tests(wheel):
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
     tops = {name.split("/")[0] for name in names}
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"gpumem_otel"}
+    command = "gpumem_otel_command.py"
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"gpumem_otel", command}
     assert {
         "gpumem_otel/py.typed",
         "gpumem_otel/data/demo-recording.gpumem",
         "gpumem_otel/cli/site_hook/sitecustomize.py",
     } <= names
     shipped = {str(path.relative_to(ROOT)) for path in (ROOT / "gpumem_otel").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == shipped
+    assert {name for name in names if name.endswith(".py")} == {*shipped, command}
     assert not [name for name in names if "test" in name or "__pycache__" in name]
     assert [name for name in names if name.endswith("licenses/LICENSE")]
 
@@ -116,7 +117,7 @@ def test_the_pages_that_docstrings_name_are_in_the_wheel(wheel):
 
 
 def test_an_older_environment_stays_as_it_is(wheel, old_environment):
-    """GIVEN older torch, protobuf, opentelemetry WHEN we are installed THEN none of them moves."""
+    """GIVEN older torch, protobuf, opentelemetry WHEN we are installed THEN none changes."""
     added = would_install(old_environment, wheel)
     assert added.pop("gpumem-otel")
     moved = [n for n in added if n in {"torch", "protobuf"} or n.startswith("opentelemetry")]

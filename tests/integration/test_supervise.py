@@ -42,7 +42,7 @@ def port():
 
 @contextmanager
 def supervised(tmp_path, port, script, *options, **more):
-    """The command with a job that has said that it listens; told to go on by a line."""
+    """The command with a job that listens, and goes on after a line of input."""
     path = tmp_path / "job.py"
     path.write_text(FAIL + script)
     settings = {
@@ -149,7 +149,7 @@ def test_a_job_that_failed_otherwise_is_served_too(tmp_path, port):
         assert process.wait(WAIT) == 1
 
 
-def test_a_token_guards_the_last_words_as_it_did_the_job(tmp_path, port):
+def test_a_token_guards_the_final_metrics_too(tmp_path, port):
     with supervised(
         tmp_path, port, f"{SURVIVE}\nos._exit(1)\n", "--linger", "600", GPUMEM_OTEL_TOKEN="t0ken"
     ) as process:
@@ -162,7 +162,7 @@ def test_a_token_guards_the_last_words_as_it_did_the_job(tmp_path, port):
 
 
 def test_a_token_that_only_the_job_knew_is_not_left_out(tmp_path, port):
-    """Nothing is served then, and it is said."""
+    """Nothing is served then, and a warning says so."""
     path = tmp_path / "job.py"
     path.write_text(
         "from support.oom_job import arm, torch\nimport gpumem_otel\ngpumem_otel.uninstall()\n"
@@ -220,7 +220,7 @@ def test_it_ends_as_the_job_did(code, returned):
     assert process.returncode == returned
 
 
-def test_a_key_of_the_terminal_reaches_the_job_once(tmp_path):
+def test_ctrl_c_in_a_terminal_reaches_the_job_once(tmp_path):
     code = (
         "import signal\n"
         "seen = []\n"
@@ -258,7 +258,7 @@ def test_the_signal_mask_and_ignored_signals_are_the_jobs_own():
     code = (
         "import signal\n"
         "fields = dict(l.split(':\\t') for l in open('/proc/self/status') if l[:3] == 'Sig')\n"
-        "ignored = int(fields['SigIgn'], 16)\n"  # two of glibc's own, which have no name, aside
+        "ignored = int(fields['SigIgn'], 16)\n"  # without two of glibc, which have no name
         "print(fields['SigBlk'].strip(), [s for s in signal.Signals if ignored >> s - 1 & 1])\n"
     )
     plain = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -280,14 +280,14 @@ def test_linger_is_for_supervise():
 
 
 def test_a_signal_that_came_too_late_does_not_change_the_end():
-    """It was meant for the job, which had ended by itself."""
+    """It was for the job, which had already ended."""
     code = (
         "import os, signal\n"
         "from gpumem_otel.cli import supervise\n"
         "with supervise._signals_waited_for():\n"
         "    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):\n"
         "        os.kill(os.getpid(), number)\n"
-        "raise SystemExit(supervise._end_alike(3))\n"
+        "raise SystemExit(supervise._end_like_job(3))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (3, "")

@@ -1,4 +1,4 @@
-"""The command line as a process, with an environment that holds nothing of ours."""
+"""The command line as a process, with an environment without our variables."""
 
 from __future__ import annotations
 

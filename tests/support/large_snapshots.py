@@ -1,4 +1,4 @@
-"""The generator of benchmarks/large_snapshot.py, for tests in small."""
+"""The generator of benchmarks/large_snapshot.py, for small tests."""
 
 from __future__ import annotations
 

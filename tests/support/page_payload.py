@@ -1,4 +1,4 @@
-"""Reads a page's data back, apart from the page itself."""
+"""Reads a page's data without the page's own code."""
 
 from __future__ import annotations
 

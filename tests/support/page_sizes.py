@@ -1,12 +1,10 @@
-"""Snapshots of the sizes that browsers have trouble with, made up."""
+"""Generated snapshots of sizes that are hard for browsers."""
 
 from __future__ import annotations
 
 import random
 
 from support.raw_snapshots import block, frame, segment, snapshot
-
-__all__ = ["many_blocks", "many_events"]
 
 
 def many_blocks(segments: int = 400, each: int = 50, stacks: int = 10_000) -> dict:
@@ -51,7 +49,7 @@ def many_events(number: int, stacks: int = 3000) -> dict:
 
 
 def _stacks(number: int, depth: int = 18) -> list[list[dict]]:
-    """So many stacks, leaf first, that share their beginnings as those of a program do."""
+    """Stacks, leaf first, that share their outer frames as those of a program do."""
     frames = [
         frame(f"function_{i}", f"/workspace/package{i % 37}/module_{i % 300}.py", i % 900 + 1)
         for i in range(4000)

@@ -1,8 +1,8 @@
-"""In the place of the examples' train.py: that training on the CPU, while a recording is played.
+"""In place of the examples' train.py: the same training on the CPU, while a recording is played.
 
-Without a GPU nothing of ours would be seen, so the agent that `gpumem-otel run` put into this rank
-gives way to one whose memory is that of `$RECORDING`. What it shows once the training is over
-goes to `$OUT/rank-<rank>.json`. Without a number of steps the ranks only meet.
+Without a GPU there would be no metrics, so the agent that `gpumem-otel run` put into this rank is
+replaced by one whose memory is that of `$RECORDING`. Its metrics after the training go to
+`$OUT/rank-<rank>.json`. Without a number of steps the ranks only meet.
 """
 
 from __future__ import annotations

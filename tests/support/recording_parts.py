@@ -1,4 +1,4 @@
-"""Readings, and recordings written of them or by hand."""
+"""Readings, and recordings of them or written by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recordings made on the spot out of the snapshot files that ship with the tests."""
+"""Recordings made of the snapshot files of the tests."""
 
 from __future__ import annotations
 

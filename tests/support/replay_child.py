@@ -2,8 +2,8 @@
 
     python replay_child.py FILE SPEED
 
-Played once and not over again, so that what it ends with stays. Set up by its environment; prints
-where it serves, and goes on until Ctrl-C.
+Played once, so that its last state stays. Its environment holds its settings; it prints its address
+and runs until Ctrl-C.
 """
 
 from __future__ import annotations

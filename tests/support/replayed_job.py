@@ -1,4 +1,4 @@
-"""A recording played as a job of its own."""
+"""A recording played as a separate job."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from support.cli_process import WAIT, clean_environ
 JOBS = Path(__file__).parents[1] / "data" / "jobs"
 CHILD = Path(__file__).with_name("replay_child.py")
 AT_ITS_END = 1e6
-"""Speed that makes a recording stand at its end from the beginning."""
+"""Speed at which a recording is at its end from the start."""
 
 
 @contextmanager
 def replayed(path: Path, *, speed: float = 1.0, **environ: str):
-    """It as a process; gives `host:port`. Ctrl-C ends it with 0 and without a word."""
+    """The job as a process; yields `host:port`. Ctrl-C ends it with 0 and no output."""
     with subprocess.Popen(
         [sys.executable, "-u", str(CHILD), str(path), str(speed)],
         env=clean_environ(**environ),

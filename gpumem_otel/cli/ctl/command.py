@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from gpumem_otel.cli.common import CommandFailed, print_json, warn
-from gpumem_otel.cli.ctl.reach import Reach, answered, as_entry, clients_of
+from gpumem_otel.cli.ctl.reach import Reach, as_entry, clients_of, json_on_error
+from gpumem_otel.cli.output import CommandFailed, error_line, print_json, warn
+from gpumem_otel.cli.shared_options import json_option, options
 from gpumem_otel.yielding.request_fields import (
     DeviceNumbers,
     Flag,
@@ -48,7 +49,7 @@ with s, m, h or d: 90, 30m, 1.5h. Exit codes: 0 done, 1 refused or failed, 2 bad
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 _RANK = ("namespace", "service_name", "run_id", "rank")
-"""Names a process of a job; all but the last of it name the job."""
+"""The fields that name a process of a job; all but the last name the job."""
 
 
 def _duration(value: str) -> float:
@@ -56,10 +57,10 @@ def _duration(value: str) -> float:
     text = value.strip().lower()
     unit = _UNITS.get(text[-1:])
     number = text if unit is None else text[:-1]
-    # float() takes more than a person means: nan, inf, 1_0
+    # float() also accepts nan, inf and 1_0
     if not number.isascii() or not number.replace(".", "", 1).isdigit():
         raise click.BadParameter(
-            f"{value!r} is no duration: seconds, or a number with s, m, h or d (90, 30m, 1.5h)"
+            f"{value!r} is not a duration: seconds, or a number with s, m, h or d (90, 30m, 1.5h)"
         )
     return float(number) * (1.0 if unit is None else unit)
 
@@ -92,46 +93,33 @@ def _option_of(field: RequestField) -> dict[str, Any]:
     return {"help": field.help, "is_flag": isinstance(kind, Flag)}
 
 
-def _reaching(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of all verbs."""
-    for option in reversed(
-        (
-            click.option(
-                "--target",
-                "targets",
-                multiple=True,
-                metavar="URL",
-                help="unix:///path/to.sock, http://host:port or https://host:port; several times.",
-            ),
-            click.option("--run-dir", metavar="DIR", help="Where jobs have their sockets."),
-            click.option("--token-file", default="", metavar="FILE", help="Bearer token."),
-            click.option("--ca-file", default="", metavar="FILE", help="CA of the servers."),
-            click.option("--cert-file", default="", metavar="FILE", help="Client certificate."),
-            click.option("--key-file", default="", metavar="FILE", help="Its key."),
-            click.option(
-                "--insecure", is_flag=True, help="Send a token over plain HTTP to another machine."
-            ),
-            click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-        )
-    ):
-        function = option(function)
-    return function
+_reaching = options(
+    click.option(
+        "--target",
+        "targets",
+        multiple=True,
+        metavar="URL",
+        help="unix:///path/to.sock, http://host:port or https://host:port; several times.",
+    ),
+    click.option("--run-dir", metavar="DIR", help="Where jobs have their sockets."),
+    click.option("--token-file", default="", metavar="FILE", help="Bearer token."),
+    click.option("--ca-file", default="", metavar="FILE", help="CA of the servers."),
+    click.option("--cert-file", default="", metavar="FILE", help="Client certificate."),
+    click.option("--key-file", default="", metavar="FILE", help="Its key."),
+    click.option(
+        "--insecure", is_flag=True, help="Send a token over plain HTTP to another machine."
+    ),
+    json_option("Print JSON."),
+)
+"""The options of all verbs."""
 
-
-def _following(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of commands."""
-    for option in reversed(
-        (
-            click.option(
-                "--all", "every", is_flag=True, help="All jobs of this machine, where it has many."
-            ),
-            click.option(
-                "--wait/--no-wait", default=True, help="Follow it to its end (the default)."
-            ),
-        )
-    ):
-        function = option(function)
-    return function
+_following = options(
+    click.option(
+        "--all", "every", is_flag=True, help="All jobs of this machine, where it has many."
+    ),
+    click.option("--wait/--no-wait", default=True, help="Follow it to its end (the default)."),
+)
+"""The options of commands."""
 
 
 @click.group(
@@ -156,7 +144,7 @@ def _state(as_json: bool, **reach: Any) -> int:
         print_json([as_entry(outcome) for outcome in outcomes])
     elif any(not outcome.error for outcome in outcomes):
         click.echo(state_table(outcomes, time.time_ns()), nl=False)
-    return _said(outcomes)
+    return _report_errors(outcomes)
 
 
 @command.command("watch")
@@ -167,28 +155,28 @@ def _watch(as_json: bool, **reach: Any) -> int:
     from gpumem_otel.cli.ctl.view import change_line
 
     clients = clients_of(Reach(**reach))
-    said: queue.SimpleQueue[Outcome | str] = queue.SimpleQueue()
+    events: queue.SimpleQueue[Outcome | str] = queue.SimpleQueue()
     stop = threading.Event()
 
     def run(client: Client) -> None:
         try:
-            follow(client, said.put, stop)
+            follow(client, events.put, stop)
         except CommandFailed as error:
-            said.put(error.format_message())
+            events.put(error.format_message())
         except Exception as error:
-            said.put(f"{client.target.url}: {type(error).__name__}: {error}")
+            events.put(f"{client.target.url}: {type(error).__name__}: {error}")
 
     for client in clients:
         threading.Thread(target=run, args=(client,), daemon=True).start()
     left, answered = len(clients), False
     while left:
-        found = said.get()
-        if isinstance(found, str):
+        event = events.get()
+        if isinstance(event, str):
             left -= 1
-            warn(found)
+            warn(event)
             continue
         answered = True
-        click.echo(json.dumps(as_entry(found)) if as_json else change_line(found))
+        click.echo(json.dumps(as_entry(event)) if as_json else change_line(event))
     raise CommandFailed("no process answers any more" if answered else "no process answered")
 
 
@@ -215,7 +203,7 @@ def _command(kind: str, request_type: type, given: dict[str, Any]) -> int:
     from gpumem_otel.cli.ctl import jobs as ctl_jobs
     from gpumem_otel.cli.ctl.view import bars, report_lines
 
-    # What was not said is left to the job, which has defaults of its own. 0 was said.
+    # What was not given is left to the job's own defaults; 0 was given.
     body = {
         name: value
         for name in fields_of(request_type)
@@ -223,13 +211,13 @@ def _command(kind: str, request_type: type, given: dict[str, Any]) -> int:
     }
     as_json, every, wait = given.pop("as_json"), given.pop("every"), given.pop("wait")
     reach = Reach(**given)
-    with answered(tuple(dict.fromkeys(reach.targets)), as_json=as_json):
+    with json_on_error(tuple(dict.fromkeys(reach.targets)), as_json=as_json):
         fault = _fault(kind, body)
         if fault:
             raise click.UsageError(fault)
     clients = clients_of(reach, as_json=as_json)
     if not reach.targets and not every:
-        with answered([client.target.url for client in clients], as_json=as_json):
+        with json_on_error([client.target.url for client in clients], as_json=as_json):
             _refuse_several_jobs(clients)
     names_shown = {client.target.url: f"{kind} {i}" for i, client in enumerate(clients)}
     call = partial(ctl_jobs.command, kind=kind, body=body, wait=wait)
@@ -251,11 +239,11 @@ def _command(kind: str, request_type: type, given: dict[str, Any]) -> int:
         for outcome in outcomes:
             if not outcome.error:
                 click.echo("\n".join(report_lines(outcome)))
-    return _said(outcomes)
+    return _report_errors(outcomes)
 
 
 def _interrupted(kind: str, *, begun: bool) -> str:
-    """There is no calling back what a job has begun."""
+    """What to do after Ctrl-C: a command that a job has begun cannot be cancelled."""
     from gpumem_otel.cli.ctl import jobs as ctl_jobs
 
     if not begun:
@@ -267,7 +255,7 @@ def _interrupted(kind: str, *, begun: bool) -> str:
 
 
 def _fault(kind: str, body: dict[str, Any]) -> str:
-    """What no job would do, said before one is asked."""
+    """Why every job would refuse this, "" where none would for its form alone."""
     from gpumem_otel.yielding.validation import restore_fault, yield_fault
 
     if kind == "restore":
@@ -277,28 +265,31 @@ def _fault(kind: str, body: dict[str, Any]) -> str:
 
 
 def _refuse_several_jobs(clients: Sequence[Client]) -> None:
-    """Nobody means to stop another job than the one they think of."""
+    """A command without a target must not reach more than one job.
+
+    Raises:
+        CommandFailed: a process did not answer, and may be of another job.
+        UsageError: the processes are of several jobs, or claim the same rank.
+    """
     from gpumem_otel.cli.ctl.jobs import at_once, state_of
 
-    found = at_once(clients, state_of)
-    for one in found:
-        if one.error:  # it may answer a moment later, and be of another job
-            raise CommandFailed(f"{one.error}; --target names whom to ask, --all asks all the same")
-    ranks = Counter(tuple(one.process.get(name) for name in _RANK) for one in found)
+    outcomes = at_once(clients, state_of)
+    for outcome in outcomes:
+        if outcome.error:
+            raise CommandFailed(f"{outcome.error}; choose processes with --target, or give --all")
+    ranks = Counter(tuple(outcome.process.get(name) for name in _RANK) for outcome in outcomes)
     jobs = len({rank[:-1] for rank in ranks})
-    told = f"{jobs} jobs" if jobs > 1 else "processes that call themselves the same rank of one job"
     if jobs > 1 or any(count > 1 for count in ranks.values()):
+        several = f"{jobs} jobs" if jobs > 1 else "processes that claim the same rank of one job"
         raise click.UsageError(
-            f"{told} take commands here: name processes with --target ('gpumem-otel ctl state' "
-            "lists them), or give --all"
+            f"{several} take commands here: choose processes with --target ('gpumem-otel ctl "
+            "state' lists them), or give --all"
         )
 
 
-def _said(outcomes: Sequence[Outcome]) -> int:
-    """Say what went wrong; the exit code."""
-    from gpumem_otel.base.text import printable
-
-    failed = [outcome.error for outcome in outcomes if outcome.error]
-    for line in failed:
-        click.echo(f"gpumem-otel: error: {printable(' '.join(line.split()))}", err=True)
-    return 1 if failed else 0
+def _report_errors(outcomes: Sequence[Outcome]) -> int:
+    """Print the errors; returns the exit code."""
+    errors = [outcome.error for outcome in outcomes if outcome.error]
+    for line in errors:
+        error_line(line)
+    return 1 if errors else 0

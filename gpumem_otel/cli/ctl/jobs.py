@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from gpumem_otel.cli.common import CommandFailed
 from gpumem_otel.cli.ctl.client import CONNECT_SECONDS, Reply, Unreachable
+from gpumem_otel.cli.output import CommandFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
     from gpumem_otel.cli.ctl.client import Client
 
 _POLL_SECONDS: Final = 1.0
-"""A long poll of the state; progress is said with each change of it."""
+"""Length of a long poll of the state; each change of it is shown as progress."""
 
 _WATCH_SECONDS: Final = 20.0
 
 _LOST_SECONDS: Final = 10.0
-"""A process that does not answer for so long while it is followed is given up."""
+"""A process that does not answer for so long is no longer followed."""
 
 _SUBMIT_SECONDS: Final = 120.0
-"""For the answer to a command: a dry run waits for a safe point."""
+"""Time limit of the answer to a command: a dry run waits for a safe point."""
 
 _OK: Final = 200
 _BEGUN: Final = 202
@@ -39,7 +39,7 @@ class OperationProgress:
     """How far an operation of one process is.
 
     Attributes:
-        process: who it is, as it says itself.
+        process: the job and rank that it reports.
     """
 
     url: str
@@ -55,7 +55,7 @@ class Outcome:
 
     Attributes:
         value: state or operation, as JSON.
-        error: one line, "" where all went well.
+        error: one line, "" without an error.
     """
 
     url: str
@@ -76,27 +76,27 @@ def at_once(
         call: must raise nothing but `CommandFailed`.
         show: called on this thread.
     """
-    said: queue.SimpleQueue[tuple[int, Outcome | OperationProgress]] = queue.SimpleQueue()
+    events: queue.SimpleQueue[tuple[int, Outcome | OperationProgress]] = queue.SimpleQueue()
 
     def run(index: int, client: Client) -> None:
         try:
-            said.put((index, call(client, lambda progress: said.put((index, progress)))))
+            events.put((index, call(client, lambda progress: events.put((index, progress)))))
         except CommandFailed as error:
-            said.put((index, Outcome(client.target.url, error=error.format_message())))
+            events.put((index, Outcome(client.target.url, error=error.format_message())))
         except Exception as error:
             line = f"{client.target.url}: {type(error).__name__}: {error}"
-            said.put((index, Outcome(client.target.url, error=line)))
+            events.put((index, Outcome(client.target.url, error=line)))
 
     for index, client in enumerate(clients):
         threading.Thread(target=run, args=(index, client), daemon=True).start()
-    found: dict[int, Outcome] = {}
-    while len(found) < len(clients):
-        index, what = said.get()
-        if isinstance(what, Outcome):
-            found[index] = what
+    outcomes: dict[int, Outcome] = {}
+    while len(outcomes) < len(clients):
+        index, event = events.get()
+        if isinstance(event, Outcome):
+            outcomes[index] = event
         else:
-            show(what)
-    return [found[index] for index in range(len(clients))]
+            show(event)
+    return [outcomes[index] for index in range(len(clients))]
 
 
 def state_of(client: Client, _show: Callable[[OperationProgress], None]) -> Outcome:
@@ -105,10 +105,10 @@ def state_of(client: Client, _show: Callable[[OperationProgress], None]) -> Outc
 
 
 def watch(client: Client, changed: Callable[[Outcome], None], stop: threading.Event) -> None:
-    """Say the state, and again after each change, until it is stopped.
+    """Report the state and each change of it, until it is stopped.
 
     Raises:
-        CommandFailed: the process does not answer any more.
+        CommandFailed: the process no longer answers.
     """
     version = -1
     while not stop.is_set():
@@ -132,10 +132,10 @@ def command(
 
     Args:
         client: of the process.
-        show: told how far it is.
+        show: called with the progress.
         kind: `yield` or `restore`.
         body: of the request.
-        wait: follow it; else the operation is what was begun.
+        wait: follow it; else the outcome is the operation that was begun.
 
     Raises:
         CommandFailed: it does not answer.
@@ -150,12 +150,12 @@ def command(
     try:
         try:
             reply = send()
-        except Unreachable as none:
-            if none.waited:
+        except Unreachable as error:
+            if error.waited:
                 raise
-            reply = send()  # it may have begun: with the same key it does not begin again
-    except Unreachable as none:
-        raise CommandFailed(f"{none.format_message()}; {begun(kind)}") from none
+            reply = send()  # it may have begun: the same key does not begin it twice
+    except Unreachable as error:
+        raise CommandFailed(f"{error.format_message()}; {begun(kind)}") from error
     if reply.status not in {_OK, _BEGUN} or not _is_operation(reply.value):
         return Outcome(url, error=f"{url}: {reply.error}", process=process.process)
     operation = reply.value
@@ -164,10 +164,9 @@ def command(
             if operation["state"] == "running":
                 done, total = operation["done_bytes"], operation["total_bytes"]
                 show(OperationProgress(url, operation["phase"] or "", done, total, process.process))
-    error = ""
-    if operation["state"] in {"refused", "failed"}:
-        error = f"{url}: {kind} {operation['state']}: {operation['error']}"
-    return Outcome(url, operation, error, process.process)
+    failed = operation["state"] in {"refused", "failed"}
+    reason = f"{url}: {kind} {operation['state']}: {operation['error']}" if failed else ""
+    return Outcome(url, operation, reason, process.process)
 
 
 def begun(kind: str) -> str:
@@ -179,7 +178,7 @@ def _followed(client: Client, operation: dict[str, Any]) -> Iterator[dict[str, A
     """The operation again and again, until it has ended.
 
     Raises:
-        CommandFailed: the process does not answer any more, or has forgotten it.
+        CommandFailed: the process no longer answers, or no longer has the operation.
     """
     version, lost = -1, 0.0
     yield operation
@@ -202,9 +201,9 @@ def _followed(client: Client, operation: dict[str, Any]) -> Iterator[dict[str, A
             lost = lost or now
             if now - lost > _LOST_SECONDS:
                 raise CommandFailed(
-                    f"{client.target.url}: the {operation['kind']} began, and for "
-                    f"{now - lost:.0f} s there is no answer any more: the process is stopped, or "
-                    "has ended, if `gpumem-otel ctl state` does not list it"
+                    f"{client.target.url}: the {operation['kind']} began, and there has been no "
+                    f"answer for {now - lost:.0f} s: the process is stopped, or has ended, if "
+                    "`gpumem-otel ctl state` does not list it"
                 ) from None
             time.sleep(_POLL_SECONDS / 4)
             continue
@@ -212,10 +211,10 @@ def _followed(client: Client, operation: dict[str, Any]) -> Iterator[dict[str, A
 
 
 def _next_state(client: Client, version: int, wait_seconds: float) -> Outcome:
-    """The state once its version is another, or after so long."""
+    """The state once its version has changed, or after `wait_seconds`."""
     path = f"/v1/state?version={version}&wait_seconds={wait_seconds:g}"
     reply = client.ask("GET", path, timeout=wait_seconds + CONNECT_SECONDS)
-    if reply.status == _BUSY:  # as many wait as may: look now and then instead
+    if reply.status == _BUSY:  # too many requests wait: poll instead
         time.sleep(_POLL_SECONDS)
         reply = client.ask("GET", "/v1/state")
     if reply.status == _BUSY:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from gpumem_otel.cli.ctl.jobs import OperationProgress, Outcome
 
 _LINE_SECONDS: Final = 10.0
-"""Where there is no terminal: how often a phase that lasts is told of."""
+"""Without a terminal: how often a long phase is reported."""
 
 _GIB: Final = 1 << 30
 
@@ -25,17 +25,17 @@ _NS: Final = 1_000_000_000
 
 
 def name_of(outcome: Outcome) -> str:
-    """Which process: its job and rank."""
-    return _who(outcome.process)
+    """The job and rank of a process."""
+    return _process_name(outcome.process)
 
 
-def _who(process: dict[str, Any]) -> str:
+def _process_name(process: dict[str, Any]) -> str:
     service = process.get("service_name") or "a job"
     return printable(f"{service} rank {process.get('rank', '?')} (pid {process.get('pid', '?')})")
 
 
 def state_table(outcomes: list[Outcome], now_ns: int) -> str:
-    """One row per process that answered, and a line for each that has something to say of it."""
+    """One row per process that answered, and a line for each state with a reason."""
     rows, reasons = [], []
     for outcome in outcomes:
         if outcome.error:
@@ -82,14 +82,14 @@ def change_line(outcome: Outcome) -> str:
 
 def report_lines(outcome: Outcome) -> list[str]:
     """What an operation did, or would do."""
-    operation, who = outcome.value, name_of(outcome)
+    operation, name = outcome.value, name_of(outcome)
     report = operation["report"]
     if operation["state"] == "running":
-        return [printable(f"{who}: {operation['kind']} {operation['id']} has begun")]
-    if operation.get("already"):  # which is younger
-        return [printable(f"{who}: {_already(operation)}")]
+        return [printable(f"{name}: {operation['kind']} {operation['id']} has begun")]
+    if operation.get("already"):  # absent in jobs of older versions
+        return [printable(f"{name}: {_already(operation)}")]
     if report is None:
-        return [printable(f"{who}: {operation['kind']} done: nothing had to be moved")]
+        return [printable(f"{name}: {operation['kind']} done: nothing had to be moved")]
     gone = sum(report["moved_bytes"].values()) + sum(report["discarded_bytes"].values())
     phases = report["phases"]
     seconds = sum(phase["seconds"] for phase in phases)
@@ -97,10 +97,10 @@ def report_lines(outcome: Outcome) -> list[str]:
     if dry:
         expected = report["expected_seconds"]
         length = "" if expected is None else f", in about {expected:.1f} s"
-        lines = [f"{who}: a yield would give back {human_bytes(gone)}{length}"]
+        lines = [f"{name}: a yield would give back {human_bytes(gone)}{length}"]
     else:
         verb = "gave back" if operation["kind"] == "yield" else "took again"
-        lines = [f"{who}: {verb} {human_bytes(gone)} in {seconds:.2f} s"]
+        lines = [f"{name}: {verb} {human_bytes(gone)} in {seconds:.2f} s"]
     lines += [
         f"  {title}: {by_size(sizes)}"
         for title, sizes in (
@@ -112,7 +112,7 @@ def report_lines(outcome: Outcome) -> list[str]:
     ]
     for phase in phases:
         speed = ""
-        moving = phase.get("moving_seconds") or phase["seconds"]  # the former is younger
+        moving = phase.get("moving_seconds") or phase["seconds"]  # older versions lack the former
         if phase["size_bytes"] and moving > 0:
             rate = phase["size_bytes"] / moving / _GIB
             speed = f", {human_bytes(phase['size_bytes'])}, {rate:.1f} GiB/s"
@@ -132,7 +132,7 @@ def report_lines(outcome: Outcome) -> list[str]:
 def bars(
     names: dict[str, str], kind: str = "", *, silent: bool = False
 ) -> Iterator[Callable[[OperationProgress], None]]:
-    """A bar on stderr for each target, with GiB and GiB/s; lines where it is no terminal.
+    """A bar on stderr for each target, with GiB and GiB/s; lines without a terminal.
 
     Args:
         names: URL -> what to call it.
@@ -179,31 +179,30 @@ def bars(
 
 
 class _Lines:
-    """A line on stderr for each phase that is seen, and now and then for one that lasts."""
+    """A line on stderr for each phase, and every ten seconds for a long one."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
-        self._told: dict[str, tuple[str, float]] = {}
+        self._shown: dict[str, tuple[str, float]] = {}
 
     def show(self, progress: OperationProgress) -> None:
-        """Say how far it is, where there is something new."""
-        phase, at = self._told.get(progress.url, (None, 0.0))
+        """Print the progress where it has changed."""
+        phase, at = self._shown.get(progress.url, (None, 0.0))
         now = time.monotonic()
         if phase == progress.phase and now - at < _LINE_SECONDS:
             return
-        self._told[progress.url] = progress.phase, now
+        self._shown[progress.url] = progress.phase, now
         begun = " has begun" if phase is None else " waits"
-        line = _who(progress.process) + f": {self._kind}"
+        line = _process_name(progress.process) + f": {self._kind}"
         line += f": {progress.phase}" if progress.phase else begun
         if progress.total_bytes:
             done, total = human_bytes(progress.done_bytes), human_bytes(progress.total_bytes)
             line += f", {done} of {total}"
-        with suppress(OSError):  # a full disk under it is no reason to follow no further
+        with suppress(OSError):  # stderr on a full disk must not end the command
             click.echo(printable(line), err=True)
 
 
 def _already(operation: dict[str, Any]) -> str:
-    """The state that was asked for was there."""
     if operation["kind"] == "restore":
         return "nothing is away, nothing had to be restored"
     moved = sum(((operation["report"] or {}).get("moved_bytes") or {}).values())

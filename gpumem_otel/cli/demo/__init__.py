@@ -1,1 +1,1 @@
-"""`gpumem-otel demo`: trains a small model or replays a recording, and shows what there is."""
+"""`gpumem-otel demo`: trains a small model or replays a recording, and shows its memory."""

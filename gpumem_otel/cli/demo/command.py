@@ -1,26 +1,23 @@
-"""`gpumem-otel demo`: everything at work, with a GPU or with the recording of one."""
+"""`gpumem-otel demo`: everything at work, with a GPU or with a recording."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
+import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from gpumem_otel.base.text import human_bytes
-from gpumem_otel.cli.common import CommandFailed, environ
-from gpumem_otel.cli.demo.parts import (
-    LastProfiles,
-    await_listener,
-    forget_stdout,
-    greet,
-    one_line_warnings,
-    training,
-)
+from gpumem_otel.cli.demo.profile_files import LastProfiles
+from gpumem_otel.cli.inputs import environ
+from gpumem_otel.cli.output import CommandFailed, forget_stdout, warn
 from gpumem_otel.errors import GpumemError
+from gpumem_otel.serve.guard import host_port
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +44,10 @@ such a run is replayed through the same code. Ctrl-C ends it early.
 _INTERVAL_SECONDS = 2.0
 _LISTEN_SECONDS = 5.0
 _FIRST_CUDA_SECONDS = 60.0
-"""What a driver may take to give its first context."""
+"""Time that a driver may need for its first context."""
+_WAIT_SECONDS = 0.05
+_LOCAL_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 (it is replaced)
+"""What to connect to where the listener has all addresses."""
 _ABOUT = {"live": "the last moment", "allocated": "what was allocated of late"}
 
 
@@ -84,27 +84,26 @@ def command(
     device = _gpu(asked=False if recording else gpu)
     source = None if device else _replay(recording)
     config = _config(given, allocated=source is None or source.has_windows)
-    profiles = LastProfiles(_made(out))
+    profiles = LastProfiles(_created(out))
     agent = Agent(
         config,
         source=source,
-        on_profiles=lambda kind, read: profiles.take(kind, read, *_beside(agent)),
+        on_profiles=lambda kind, read: profiles.take(kind, read, *_totals_and_steps(agent)),
         environ=environ(),
     )
-    said = f"training a small transformer on {device}" if device else _about(source, recording)
+    title = f"training a small transformer on {device}" if device else _about(source, recording)
     try:
-        click.echo(f"gpumem-otel demo: {said}, for {duration:g} s")
+        click.echo(f"gpumem-otel demo: {title}, for {duration:g} s")
         with one_line_warnings() as warnings, _stopping(agent):
             agent.start()
-            with training(on=bool(device)) as failure:
-                check = partial(_check_training, failure)
-                await_listener(agent, check, _FIRST_CUDA_SECONDS if device else _LISTEN_SECONDS)
+            with _training(on=bool(device)) as check:
+                _await_listener(agent, check, _FIRST_CUDA_SECONDS if device else _LISTEN_SECONDS)
                 _greet(agent, config)
-                warnings.let_go()
+                warnings.print_held()
                 _show(agent, profiles, duration, check)
         _farewell(profiles)
     except BrokenPipeError:
-        forget_stdout()  # `| head` had enough: an end like any other
+        forget_stdout()  # the reader closed it (`| head`), which is no failure
 
 
 def _gpu(*, asked: bool | None) -> str:
@@ -119,7 +118,9 @@ def _gpu(*, asked: bool | None) -> str:
 
     name = gpu_name()
     if asked and not name:
-        raise CommandFailed("torch sees no GPU here; gpumem-otel doctor says why, --replay goes on")
+        raise CommandFailed(
+            "torch sees no GPU here; gpumem-otel doctor says why, --replay needs none"
+        )
     return name
 
 
@@ -186,7 +187,7 @@ def _config(given: InstallOptions, *, allocated: bool) -> Config:
     return resolve(base, **options)
 
 
-def _made(out: str) -> Path:
+def _created(out: str) -> Path:
     folder = Path(out)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -206,26 +207,139 @@ def _stopping(agent: Agent) -> Iterator[None]:
         agent.stop(5.0)
 
 
-def _beside(agent: Agent) -> tuple[Mapping[int, DeviceTotals], int]:
-    """What is told beside the profiles that were read just now: the books, and steps so far."""
-    books = agent.reader.books() if agent.reader is not None else {}
-    return books, agent.queries.step_stats().steps if agent.queries is not None else 0
+def _totals_and_steps(agent: Agent) -> tuple[Mapping[int, DeviceTotals], int]:
+    """Of the reading that was made just now."""
+    totals = agent.reader.books() if agent.reader is not None else {}
+    return totals, agent.queries.step_stats().steps if agent.queries is not None else 0
 
 
-def _check_training(failure: list[BaseException]) -> None:
-    if failure:
-        raise CommandFailed(f"the training failed: {type(failure[0]).__name__}: {failure[0]}")
+@contextlib.contextmanager
+def _training(*, on: bool) -> Iterator[Callable[[], None]]:
+    """Train in a thread meanwhile; yields a check that raises `CommandFailed` where that failed."""
+    failures: list[BaseException] = []
+
+    def check() -> None:
+        for error in failures:
+            raise CommandFailed(f"the training failed: {type(error).__name__}: {error}")
+
+    if not on:
+        yield check
+        return
+    from gpumem_otel.cli.demo import demo_train
+
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            demo_train.train(stop)
+        except BaseException as error:  # the main thread reports it
+            failures.append(error)
+
+    thread = threading.Thread(target=work, name="gpumem-demo-train", daemon=True)
+    thread.start()
+    try:
+        yield check
+    finally:
+        stop.set()
+        thread.join(10.0)
+
+
+class OneLineWarnings(logging.Handler):
+    """The agent's warnings as single lines, without tracebacks; held until it listens.
+
+    Where it never does, they are dropped: the error has the same reason.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._held: list[str] | None = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        if self._held is None:
+            warn(record.getMessage())
+        else:
+            self._held.append(record.getMessage())
+
+    def print_held(self) -> None:
+        """Print what was held, and from now on each warning at once."""
+        held, self._held = self._held or [], None
+        for line in held:
+            warn(line)
+
+
+@contextlib.contextmanager
+def one_line_warnings() -> Iterator[OneLineWarnings]:
+    """Print our loggers' warnings as single lines meanwhile."""
+    logger = logging.getLogger("gpumem_otel")
+    handler = OneLineWarnings()
+    logger.addHandler(handler)
+    try:
+        yield handler
+    finally:
+        logger.removeHandler(handler)
+
+
+def _await_listener(agent: Agent, check: Callable[[], None], limit_seconds: float) -> None:
+    """Wait until the port is bound.
+
+    Raises:
+        CommandFailed: it does not listen, or the check failed.
+    """
+    deadline = time.monotonic() + limit_seconds
+    while not agent.wait_listening(_WAIT_SECONDS):
+        check()
+        error = agent.listen_error
+        if isinstance(error, OSError):
+            raise CommandFailed(_no_port(agent, error)) from error
+        if error is not None:
+            raise CommandFailed(error)
+        if time.monotonic() > deadline:
+            raise CommandFailed(
+                f"nothing listens after {limit_seconds:g} s; gpumem-otel doctor may know why"
+            )
+        time.sleep(_WAIT_SECONDS)  # without a listener `wait_listening` does not wait
+
+
+def _no_port(agent: Agent, error: OSError) -> str:
+    serve = agent.config.serve
+    rank = agent.queries.identity().local_rank if agent.queries is not None else 0
+    where = host_port(serve.host, serve.port + rank if serve.port else 0)
+    if error.errno == errno.EADDRINUSE:
+        return f"{where} is taken; choose another with --port (0: any free one)"
+    reason = error.strerror or type(error).__name__
+    return f"cannot listen on {where}: {reason}; choose another with --host or --port"
 
 
 def _greet(agent: Agent, config: Config) -> None:
-    address = agent.address
-    if address is None:
+    if agent.address is None:
         raise CommandFailed("the listener ended; see the log above")
-    greet(address, config)
+    url = base_url(agent.address, tls=bool(config.serve.tls_cert_file))
+    click.echo("  look at it while it runs:")
+    click.echo(f"    go tool pprof -http=: {url}/debug/pprof/gpumem")
+    click.echo(f"    curl {url}/metrics")
+    click.echo(f"    {scrape_config(url)}  # in prometheus.yml")
+    if config.pyroscope.url:
+        click.echo(f"  pushing to {config.pyroscope.url} as {config.service_name}")
+    click.echo()
+
+
+def base_url(address: tuple[str, int], *, tls: bool) -> str:
+    """The URL of the listener on this machine."""
+    host, port = address
+    return f"{'https' if tls else 'http'}://{host_port(_LOCAL_ADDRESS.get(host, host), port)}"
+
+
+def scrape_config(url: str) -> str:
+    """A line of YAML that makes a Prometheus scrape this URL."""
+    scheme, _, target = url.partition("://")
+    tls = "" if scheme == "http" else f"scheme: {scheme}, "
+    job = f"job_name: gpumem, {tls}static_configs: [{{targets: ['{target}']}}]"
+    return f"scrape_configs: [{{{job}}}]"
 
 
 def _show(agent: Agent, profiles: LastProfiles, duration: float, check: Callable[[], None]) -> None:
-    """Draw what is written, until the time is over or Ctrl-C; the last table is the last file."""
+    """Draw what is written, until the time ends or Ctrl-C; the last table shows the last file."""
     from gpumem_otel.base.profile import ProfileKind
     from gpumem_otel.cli.demo.view import view
 
@@ -238,9 +352,9 @@ def _show(agent: Agent, profiles: LastProfiles, duration: float, check: Callable
                 time.sleep(min(0.5, left))
         except KeyboardInterrupt:
             click.echo(err=True)
-        with contextlib.suppress(GpumemError):  # then the reading before is the last
+        with contextlib.suppress(GpumemError):  # then the earlier reading is the last
             if agent.reader is not None:
-                profiles.take(ProfileKind.LIVE, agent.reader.live(), *_beside(agent))
+                profiles.take(ProfileKind.LIVE, agent.reader.live(), *_totals_and_steps(agent))
         draw(profiles.write(last=True), 0.0)
 
 

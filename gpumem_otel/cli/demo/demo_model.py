@@ -39,7 +39,7 @@ class FeedForward(nn.Module):  # type: ignore[misc] # torch is Any to the checke
 
 
 class TransformerBlock(nn.Module):  # type: ignore[misc] # torch is Any to the checker
-    """Attention and feed-forward, each behind a norm and beside a shortcut."""
+    """Attention and feed-forward, each with a norm before it and a shortcut around it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """A small transformer that trains on made-up text: the job behind `gpumem-otel demo`.
 
-It is ordinary on purpose: named modules, AdamW, an evaluation now and then, sequences of changing
-length, so that its memory has the towers and the saw teeth of a real run. About 2 GiB of GPU.
+It has what real jobs have: named modules, AdamW, evaluations, sequences of changing length, so that
+its memory looks like that of a real run. It needs about 2 GiB of GPU memory.
 
     python -m gpumem_otel.cli.demo.demo_train --seconds 20
 """
@@ -24,7 +24,7 @@ _LENGTHS = (256, 512, 384)
 """Tokens per sequence, in turn."""
 _EVALUATE_EVERY = 25
 _REST_SECONDS = 0.02
-"""Between steps: a demo is no benchmark and shares its machine."""
+"""Between steps: the demo shares its machine with other work."""
 
 
 def gpu_name() -> str:
@@ -32,12 +32,12 @@ def gpu_name() -> str:
     try:
         torch = importlib.import_module("torch")
         return str(torch.cuda.get_device_name(0)) if torch.cuda.is_available() else ""
-    except Exception:  # torch is not there or broken: the demo replays a recording then
+    except Exception:  # torch is absent or broken: the demo replays a recording then
         return ""
 
 
 def train(stop: threading.Event, *, device: str = "cuda") -> int:
-    """Train until told to stop; number of steps made."""
+    """Train until `stop` is set; returns the number of steps."""
     torch = importlib.import_module("torch")
     modules = importlib.import_module("gpumem_otel.cli.demo.demo_model")
     torch.manual_seed(0)
@@ -71,7 +71,7 @@ def _evaluate(torch: Any, model: Any, device: str) -> float:
 
 
 def main() -> None:
-    """Train for a while: what `gpumem-otel record` is given to make the demo's recording."""
+    """Train for some seconds: the command of which the demo's recording was made."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--device", default="cuda")

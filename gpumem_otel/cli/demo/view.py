@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
@@ -13,10 +13,10 @@ from gpumem_otel.profiles.tables import top_rows
 from gpumem_otel.snapshot.stacks import basename
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from gpumem_otel.base.profile import Frame, HeapProfile
-    from gpumem_otel.cli.demo.parts import Moment
+    from gpumem_otel.cli.demo.profile_files import Moment
     from gpumem_otel.profiles.tables import TopRow
 
 _ROWS = 12
@@ -24,16 +24,8 @@ _PLAIN_ROWS = 3
 _PLAIN_SECONDS = 5.0
 
 
-class Draw(Protocol):
-    """Shows one moment."""
-
-    def __call__(self, moment: Moment | None, left_seconds: float) -> None:
-        """The moment is None before the first reading."""
-        ...
-
-
 class StackRow(NamedTuple):
-    """What is held by the stacks that read the same in one line."""
+    """What the stacks with the same line hold."""
 
     size_bytes: int
     objects: int
@@ -41,8 +33,8 @@ class StackRow(NamedTuple):
 
 
 @contextlib.contextmanager
-def view() -> Iterator[Draw]:
-    """The view that fits stdout."""
+def view() -> Iterator[Callable[[Moment | None, float], None]]:
+    """A function that shows a moment (None before the first reading) and the seconds left."""
     if not sys.stdout.isatty():
         yield _Plain()
         return
@@ -77,18 +69,18 @@ def _place(frame: Frame) -> str:
 
 def shown_rows(profile: HeapProfile, limit: int) -> list[StackRow]:
     """The lines that hold most; stacks that differ only in what is not shown are one line."""
-    sums: dict[str, tuple[int, int]] = {}
+    totals: dict[str, tuple[int, int]] = {}
     for row in top_rows(profile):
         line = stack_line(row)
-        size_bytes, objects = sums.get(line, (0, 0))
-        sums[line] = (size_bytes + row.self_bytes, objects + row.objects)
-    rows = [StackRow(*held, line) for line, held in sums.items()]
+        size_bytes, objects = totals.get(line, (0, 0))
+        totals[line] = (size_bytes + row.self_bytes, objects + row.objects)
+    rows = [StackRow(*total, line) for line, total in totals.items()]
     rows.sort(key=lambda row: -row.size_bytes)
     return rows[:limit]
 
 
 def device_line(moment: Moment, profile: HeapProfile) -> str:
-    """The line over the rows of a device: the whole that their shares are of."""
+    """The line above the rows of a device: the total of which they have shares."""
     reserved = moment.reserved_bytes(profile)
     parts = [f"allocated {human_bytes(profile.total_bytes)}"]
     if reserved is not None:
@@ -112,9 +104,8 @@ def _table(moment: Moment | None, left_seconds: float) -> Any:
     parts: list[Any] = []
     for profile, title in _titled(moment):
         table = Table(title=Text(title, style="bold"), expand=True, title_justify="left")
-        table.add_column("held", justify="right", no_wrap=True)
-        table.add_column("share", justify="right", no_wrap=True)
-        table.add_column("count", justify="right", no_wrap=True)
+        for name in ("held", "share", "count"):
+            table.add_column(name, justify="right", no_wrap=True)
         table.add_column("stack, innermost first", overflow="ellipsis", no_wrap=True, ratio=1)
         for row in shown_rows(profile, _ROWS):
             table.add_row(
@@ -135,7 +126,6 @@ class _Plain:
         self._last_left = float("inf")
 
     def __call__(self, moment: Moment | None, left_seconds: float) -> None:
-        """See `Draw`."""
         due = self._last_left - left_seconds >= _PLAIN_SECONDS or left_seconds <= 0
         if moment is None or not due:
             return

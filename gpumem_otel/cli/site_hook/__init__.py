@@ -1,1 +1,1 @@
-"""The folder that `gpumem-otel run` puts on PYTHONPATH; nothing else may lie in it."""
+"""The folder that `gpumem-otel run` puts on PYTHONPATH; it must hold nothing else."""

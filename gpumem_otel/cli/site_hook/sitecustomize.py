@@ -1,14 +1,14 @@
-"""Put on PYTHONPATH by `gpumem-otel run`: every Python process started there comes by here.
+"""On PYTHONPATH by `gpumem-otel run`: every Python process of the job runs this at its start.
 
-It first gives way to the sitecustomize that this one hides, then arms the job. It imports
-neither torch nor the OpenTelemetry SDK; a process that never touches CUDA stays as it was.
+It first runs the sitecustomize that this one hides, then starts the agent. It imports neither torch
+nor the OpenTelemetry SDK; a process that never uses CUDA is not changed.
 """
 
 __all__: list[str] = []
 
 
 def _run() -> None:
-    # function scope: names of ours must not stay behind in the job's sitecustomize module
+    # function scope: our names must not stay in the job's sitecustomize module
     import sys
     from importlib.machinery import PathFinder
     from importlib.util import module_from_spec
@@ -29,7 +29,7 @@ def _run() -> None:
 
             start_from_environment()
         except Exception as error:
-            # the job goes on without us, but whoever started it should know
+            # the job goes on without us, and its user should know
             if sys.stderr is not None:
                 sys.stderr.write(
                     f"gpumem-otel: {sys.executable} runs without it: "

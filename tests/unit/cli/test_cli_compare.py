@@ -29,7 +29,7 @@ def one(name, size, folder="/a", line=3):
 
 @pytest.fixture
 def pair(tmp_path):
-    """A stack that grew a thousandfold, one that came; another directory, the same segment."""
+    """A stack that grew a thousandfold and a new one; another directory, the same segment."""
     before = written(tmp_path, "before.json", segment([one("grow", 10 << 20), one("stay", 512)]))
     after = written(
         tmp_path,

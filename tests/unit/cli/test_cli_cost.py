@@ -1,4 +1,4 @@
-"""`cost`: counted by the table itself, with the numbers that were measured."""
+"""`cost`: counted by the METRICS table, with measured sizes."""
 
 from __future__ import annotations
 
@@ -97,6 +97,6 @@ def test_yields_count_where_the_job_takes_commands(level, more):
     assert sentence == f"metrics: {more} of them about yield and restore (GPUMEM_OTEL_CONTROL)"
 
 
-def test_switched_off_is_said():
+def test_switched_off_is_an_assumption():
     _, _, assumptions = estimate(resolve({"GPUMEM_OTEL_DISABLED": "1"}), CostQuestion(1))
     assert any("GPUMEM_OTEL_DISABLED" in sentence for sentence in assumptions)

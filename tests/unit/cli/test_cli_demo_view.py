@@ -1,11 +1,11 @@
-"""One line of the demo's table says where, and for whom."""
+"""The demo's lines: where memory was allocated, and by which line of the job."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
 from gpumem_otel.base.profile import Frame, HeapProfile, ProfileKind, Sample
-from gpumem_otel.cli.demo.parts import Moment
+from gpumem_otel.cli.demo.profile_files import Moment
 from gpumem_otel.cli.demo.view import StackRow, device_line, shown_rows, stack_line
 from gpumem_otel.profiles.tables import top_rows
 
@@ -32,7 +32,7 @@ def test_the_jobs_own_line_alone_and_named_roots():
 
 
 def test_stacks_that_read_the_same_are_one_row():
-    """GIVEN stacks that differ in what is not shown THEN their bytes and objects are summed."""
+    """GIVEN stacks that differ in what is not shown THEN they are one row with their totals."""
     leaf = Frame("__main__.f", "/job/t.py", 3)
     profile = HeapProfile(
         ProfileKind.LIVE,
@@ -49,7 +49,7 @@ def test_stacks_that_read_the_same_are_one_row():
 
 
 def test_the_header_is_the_whole_of_its_rows():
-    """Reserved is told from the books of the same reading, and left out where they are not."""
+    """Reserved is of the totals of the same reading, and left out without these."""
     profile = HeapProfile(ProfileKind.LIVE, 0, (Sample((Frame("f"),), 1, 1024),))
     same = SimpleNamespace(allocated_bytes=1024, reserved_bytes=4096)
     other = SimpleNamespace(allocated_bytes=2048, reserved_bytes=4096)

@@ -1,4 +1,4 @@
-"""`doctor`: what it says of a torch of each kind (stand-ins that a child process imports)."""
+"""`doctor`: its checks with stand-ins of torch that a child process imports."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_broken_torch_is_a_problem(with_torch, text, words):
     assert words in check.detail
 
 
-def test_torch_that_prints_is_read_all_the_same(with_torch):
+def test_torch_that_prints_is_still_read(with_torch):
     (check,) = named(with_torch("print('hello from a driver')\n" + torch_text()), "torch")
     assert check.status == checks.OK
 
@@ -262,11 +262,11 @@ def test_control_settings_that_the_listener_refuses(no_torch, settings, words):
     for check, word in zip(found, words, strict=True):
         assert check.detail.startswith("over TCP would not start, because: ")
         assert word in check.detail
-        assert check.advice == "the socket takes commands all the same"
+        assert check.advice == "the socket still takes commands"
 
 
 def test_a_port_of_control_that_another_has(no_torch):
-    """That of this rank, as the listener takes it."""
+    """The port of this rank, which the listener would use."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         asked = {
@@ -280,7 +280,7 @@ def test_a_port_of_control_that_another_has(no_torch):
         (check,) = named(asked, "control")
     why = f"over TCP would not start, because: 127.0.0.1:{port}: Address already in use"
     assert (check.status, check.detail) == (checks.PROBLEM, why)
-    assert check.advice == "the socket takes commands all the same"
+    assert check.advice == "the socket still takes commands"
 
 
 @pytest.mark.usefixtures("any_port_is_free")
@@ -294,9 +294,9 @@ def test_control_in_a_folder_that_others_can_write(no_torch, tmp_path):
     assert check.advice == "no commands are taken"
     asked |= {"GPUMEM_OTEL_CONTROL_HOST": "::1", "GPUMEM_OTEL_CONTROL_TOKEN": "0123456789abcdef"}
     (check,) = named(asked, "control")
-    assert check.advice == "the port takes commands all the same"
+    assert check.advice == "the port still takes commands"
     asked["GPUMEM_OTEL_CONTROL_TOKEN"] = "short"
-    assert [one.advice for one in named(asked, "control")] == ["no commands are taken"] * 2
+    assert [check.advice for check in named(asked, "control")] == ["no commands are taken"] * 2
 
 
 def test_hints_name_packages_that_can_be_installed(no_torch, monkeypatch):
@@ -310,10 +310,10 @@ def test_hints_name_packages_that_can_be_installed(no_torch, monkeypatch):
     assert not [line for line in advice.values() if "install 'gpumem-otel" in line]
 
 
-def test_a_run_folder_that_can_not_be_made(tmp_path):
+def test_a_run_folder_that_cannot_be_created(tmp_path):
     (check,) = named({"GPUMEM_OTEL_RUN_DIR": "/proc/nowhere/run"}, "run folder")
     assert (check.status, check.detail) == (
-        checks.PROBLEM, "/proc/nowhere/run can not be made in /proc"
+        checks.PROBLEM, "/proc/nowhere/run cannot be created in /proc"
     )  # fmt: skip
     assert check.advice == "set GPUMEM_OTEL_RUN_DIR"
     (check,) = named({"GPUMEM_OTEL_RUN_DIR": str(tmp_path / "a" / "b")}, "run folder")

@@ -1,4 +1,4 @@
-"""dump: what it writes is read back, and nothing is lost on the way."""
+"""`dump`: what it writes is read back without loss."""
 
 from __future__ import annotations
 
@@ -75,16 +75,16 @@ def test_the_reading_that_was_asked_for(dump):
 
 
 @pytest.mark.parametrize("at", ["0", "3", "-1", "first", "1" * 5000, ""])
-def test_a_reading_that_is_not_there(capsys, tmp_path, at):
+def test_a_reading_that_does_not_exist(capsys, tmp_path, at):
     source = tmp_path / "run.gpumem"
     source.write_bytes(make_recording(SMALL, SMALL))
     assert main(["dump", str(source), "-o", str(tmp_path / "out"), f"--at={at}"]) == 2
-    assert "is no reading of" in capsys.readouterr().err
+    assert "--at" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 
 def test_windows_become_events_that_leave_the_dump_as_it_is(dump):
-    """GIVEN windows WHEN dumped THEN allocated adds up, and alive at the end are the blocks."""
+    """GIVEN windows WHEN dumped THEN allocated adds up, and the blocks are alive at the end."""
     data = make_recording(SMALL, windows=2)
     recording = open_bytes(data, "recording").recording
     recorded = [window.reading().snapshot.event_groups(0) for window in recording.windows]
@@ -134,7 +134,7 @@ def test_memory_without_a_stack_stays_without(dump):
     assert books.bytes_without_stack == load_snapshot(DATA / LARGE).books(0).bytes_without_stack
 
 
-# snapshots, which need no more than to be unpacked
+# snapshots, which are only unpacked
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)

@@ -1,4 +1,4 @@
-"""The verbs that read files: stats, top, convert. Sums are checked against the raw pickles."""
+"""The verbs that read files: stats, top, convert. Totals are checked against the raw pickles."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KNOWN = {
 
 
 def by_hand(path: Path) -> dict[int, dict[str, int]]:
-    """Sums of a trusted file, without any code of ours."""
+    """Totals of a trusted file, without our code."""
     raw = pickle.loads(gzip.decompress(path.read_bytes()))
     segments = raw if isinstance(raw, list) else raw["segments"]
     sums: dict[int, dict[str, int]] = {}
@@ -68,7 +68,7 @@ def stats_json(capsys, path: object) -> dict:
 
 
 def three_totals(capsys, tmp_path, path: Path) -> None:
-    """stats, convert and the file itself say the same, device by device."""
+    """stats, convert and the file itself agree, device by device."""
     expected = by_hand(path)
     devices = {one["device"]: one for one in stats_json(capsys, path)["devices"]}
     out = tmp_path / "live.pb.gz"
@@ -232,8 +232,8 @@ def test_top_shows_the_ends_and_the_first_frame_that_is_not_of_torch(
     )
     assert main(["top", "--frames", str(number), str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()[1:]
-    told = [line.rsplit("  ", 1)[1].split(" (")[0].split(":")[-1] for line in lines]
-    assert told == shown
+    names = [line.rsplit("  ", 1)[1].split(" (")[0].split(":")[-1] for line in lines]
+    assert names == shown
 
 
 def test_top_says_one_more_stack(capsys, tmp_path):
@@ -312,7 +312,7 @@ def test_convert_allocated_of_a_recording_without_windows_says_how(capsys, tmp_p
 
 
 def test_convert_keeps_mode_and_link(tmp_path):
-    """An output that is there keeps its mode; a link stays a link to the new content."""
+    """An existing output keeps its mode; a link stays a link to the new content."""
     target = tmp_path / "target.pb.gz"
     target.write_bytes(b"old")
     target.chmod(0o640)
@@ -402,7 +402,7 @@ def test_a_profile_is_named_as_one(capsys, monkeypatch, tmp_path, *, verb, from_
     assert one_line(capsys) == f"gpumem-otel: error: {name}: {reason}\n"
 
 
-def test_bad_device_names_those_there(capsys):
+def test_a_bad_device_names_the_known_ones(capsys):
     assert main(["top", str(PYTHON), "--device", "7"]) == 2
     assert "(devices: 0)" in one_line(capsys)
 

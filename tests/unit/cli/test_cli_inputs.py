@@ -1,4 +1,4 @@
-"""What all verbs on files do alike: recordings, units, inputs that must not be lost."""
+"""What all verbs on files share: recordings, units, inputs that must not be overwritten."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpumem_otel.cli.main import main
 
 OOM = DATA / "h200-torch2.11-oom.pickle.gz"
 TRAIN = DATA / "h200-torch2.11-train-python-stacks.pickle.gz"
-HELD = 129712128  # of the oom recording, as the allocator rounds
+HELD = 129712128  # of the oom recording, in the allocator's rounded bytes
 
 
 @pytest.fixture

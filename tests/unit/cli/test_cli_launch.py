@@ -22,7 +22,7 @@ def test_our_folder_comes_first_and_the_rest_stays():
 
 
 def test_nothing_of_ours_shadows_modules_of_the_job():
-    """What lies in the folder can be imported by the job by accident."""
+    """The job could import any other file of the folder by accident."""
     names = {path.name for path in Path(launch.site_hook_folder()).iterdir()} - {"__pycache__"}
     assert names == {"__init__.py", "sitecustomize.py"}
 
@@ -72,7 +72,7 @@ def test_bad_options_are_refused_before_the_job_starts(options, message):
 
 
 def test_bad_variables_of_the_environment_are_left_to_the_job():
-    """Who set them for every job is told by the job's own warning."""
+    """The job itself warns of them."""
     base = {"GPUMEM_OTEL_PORT": "nonsense"}
     launch.check_settings(base, launch.child_environ(base, {"interval": 5.0}))
 
@@ -90,7 +90,7 @@ def test_find_command(tmp_path):
 
 
 def test_run_gives_the_process_to_the_command(monkeypatch, tmp_path):
-    """GIVEN an exec that only notes WHEN run is called THEN program, words and variables fit."""
+    """GIVEN an exec that only records WHEN run is called THEN program, words and variables fit."""
     calls = []
 
     class Gone(BaseException):
@@ -160,7 +160,7 @@ def test_run_gives_the_process_to_the_command(monkeypatch, tmp_path):
         (["record", "o", "--interval", "0", "--", "true"], 2, "--interval must be between"),
     ],
 )
-def test_what_can_not_be_started(capsys, monkeypatch, tmp_path, *, arguments, code, words):
+def test_what_cannot_be_started(capsys, monkeypatch, tmp_path, *, arguments, code, words):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == code
     out, err = capsys.readouterr()

@@ -10,8 +10,8 @@ import click
 import pytest
 
 from gpumem_otel import _version
-from gpumem_otel.cli import common
 from gpumem_otel.cli import main as cli_main
+from gpumem_otel.cli import output
 from gpumem_otel.cli.main import VERBS, main
 from gpumem_otel.errors import CaptureError, ConfigError, PushError, SnapshotError
 
@@ -74,7 +74,7 @@ def test_version(capsys):
         (ConfigError("option 'x' must be y"), 2, "option 'x' must be y"),
         (CaptureError("two\nlines"), 1, "two lines"),
         (PushError("503 down", reason="unavailable"), 1, "503 down"),
-        (common.CommandFailed("no"), 1, "no"),
+        (output.CommandFailed("no"), 1, "no"),
         (PermissionError(13, "Permission denied", "f"), 1, "f: Permission denied"),
         (OSError(5, "Input/output error"), 1, "Input/output error"),
         (RuntimeError("oh"), 1, "unexpected RuntimeError: oh; this is a bug in gpumem-otel"),
@@ -104,23 +104,40 @@ def test_interrupt_is_silent(capsys, monkeypatch, error):
     assert capsys.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("module", ["gpumem_otel", "click"])
+def test_interrupt_during_an_import_is_silent(module):
+    """Imports take most of the start."""
+    script = f"""
+import sys
+class Interrupted:
+    def find_spec(self, name, *_):
+        if name == {module!r}:
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, Interrupted())
+from gpumem_otel_command import main
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
 def test_write_output_is_whole_or_not_at_all(tmp_path, monkeypatch):
-    """GIVEN a disk that is full WHEN a file is written THEN the old one is as it was."""
+    """GIVEN a disk that is full WHEN a file is written THEN the old one is unchanged."""
     target = tmp_path / "out"
     target.write_bytes(b"old")
 
     def full(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(common.os, "fsync", full)
-    with pytest.raises(common.CommandFailed, match="No space left on device"):
-        common.write_output(str(target), b"new")
+    monkeypatch.setattr(output.os, "fsync", full)
+    with pytest.raises(output.CommandFailed, match="No space left on device"):
+        output.write_output(str(target), b"new")
     assert target.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_no_bar_without_a_terminal(capsys):
-    with common.progress("working") as report:
+    with output.progress("working") as report:
         report(1, 2)
     assert capsys.readouterr() == ("", "")
 
@@ -129,12 +146,12 @@ def test_bar_shows_on_a_terminal_once_work_is_long(capsys, monkeypatch):
     """The timer's body, called by hand: no test waits a second."""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    bar = common._LateBar("adding up")
+    bar = output._LateBar("adding up")
     bar.update(1, 4)
     bar.show()
     bar.update(2, 4)
     bar.hide()
     assert "adding up" in capsys.readouterr().err
-    with common.progress("quick"):
+    with output.progress("quick"):
         pass
     assert capsys.readouterr().err == ""

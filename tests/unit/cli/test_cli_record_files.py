@@ -1,4 +1,4 @@
-"""Files of `record`: which older ones make room, which new ones are told."""
+"""Files of `record`: which older ones are set aside, which new ones are reported."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_file_that_can_not_be_put_back_is_told(tmp_path):
 def test_what_is_no_recording_is_refused(tmp_path, content):
     path = tmp_path / "run.gpumem"
     path.write_bytes(content)
-    with pytest.raises(click.UsageError, match="run exists and is no recording; choose another"):
+    with pytest.raises(click.UsageError, match="run exists"):
         record_files.check_target("run", path)
     assert path.read_bytes() == content
 
@@ -157,7 +157,7 @@ def test_an_empty_file_stays_and_a_link_stays_a_link(tmp_path):
 
 
 def test_a_recording_that_may_still_be_written_stays(tmp_path):
-    """GIVEN the command line once per node on a shared folder THEN none takes another's file."""
+    """GIVEN one command line per node on a shared folder THEN none takes a file of another."""
     make(tmp_path / "run.gpumem", close=False, pid=os.getpid())
     make(tmp_path / "run-rank1.gpumem", close=False, pid=ended_pid(), node="another")
     make(tmp_path / "run-rank2.gpumem", close=False, pid=ended_pid())  # killed

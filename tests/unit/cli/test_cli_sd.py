@@ -1,4 +1,4 @@
-"""`sd`: which folders are read, and what one that can not be read does to the others."""
+"""`sd`: which folders are read, and that an unreadable one does not hide the others."""
 
 from __future__ import annotations
 

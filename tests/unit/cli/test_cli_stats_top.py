@@ -1,4 +1,4 @@
-"""What stats and top say beyond the totals: states, causes, pools, peaks, labels."""
+"""`stats` and `top` beyond the totals: states, causes, pools, peaks, labels."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_stats_in_words(capsys, tmp_path):
 
 
 def test_stats_on_a_terminal_keep_rows_of_one_name_apart(capsys, monkeypatch):
-    """`free` is a row of the whole and of each pool."""
+    """`free` is a row of the device and of each pool."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("COLUMNS", "80")
     assert main(["stats", str(GRAPH)]) == 0

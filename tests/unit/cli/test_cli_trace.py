@@ -133,7 +133,7 @@ def test_nothing_matches_and_nothing_recorded(capsys, tmp_path, made):
 
 def test_time_filters_need_times(capsys, made):
     assert main(["trace", made, "--device", "1", "--since", "1"]) == 1
-    assert "its events carry no time" in capsys.readouterr().err
+    assert "--since" in capsys.readouterr().err
     assert run(capsys, made, "--device", "1")[2].split()[1] == "-"
 
 
@@ -144,21 +144,22 @@ def test_times_beyond_the_calendar(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    "options",
     [
-        (["--min-size", "much"], "is no size"),
-        (["--address", "here"], "is no address"),
-        (["--stack", "("], "is no regular expression"),
-        (["--since", "yesterday"], "is no time"),
-        (["--action", "allocate"], "is a 'allocate' (known: free, segment, alloc,"),
-        (["-n", "1", "--tail", "1"], "exclude each other"),
-        (["-n", "0"], "-n"),
+        ["--min-size", "much"],
+        ["--address", "here"],
+        ["--stack", "("],
+        ["--since", "yesterday"],
+        ["--action", "allocate"],
+        ["-n", "1", "--tail", "1"],
+        ["-n", "0"],
     ],
 )
-def test_bad_usage(capsys, made, options, said):
+def test_bad_usage(capsys, made, options):
+    """The error names each option, and its value."""
     assert main(["trace", made, *options]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
-    assert said in err
+    assert all(option in err for option in options if not option.isdecimal())
     assert err.endswith("--help')")
 
 

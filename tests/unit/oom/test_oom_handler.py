@@ -163,7 +163,7 @@ def test_push_leaves_what_is_not_ours_and_goes_on(start, torch, tmp_path, capsys
     monkeypatch.setenv("GPUMEM_OTEL_SPOOL_DIR", str(path.parent))
     with FakePyroscope() as server:
         assert main(["push", "--url", server.url]) == 0
-        assert f"{other}: no pprof, left where it is" in capsys.readouterr().err
+        assert f"{other}: not a pprof file, left where it is" in capsys.readouterr().err
         assert total(server.url, "job", OOM) == HELD
     assert spooled(tmp_path) == [other]
 

@@ -7,8 +7,9 @@ import logging
 import pytest
 
 from gpumem_otel.base.profile import Frame, HeapProfile, ProfileKind, Sample
-from gpumem_otel.cli.demo import command, parts
-from gpumem_otel.cli.demo.parts import LastProfiles, base_url, one_line_warnings, scrape_config
+from gpumem_otel.cli.demo import command, profile_files
+from gpumem_otel.cli.demo.command import base_url, one_line_warnings, scrape_config
+from gpumem_otel.cli.demo.profile_files import LastProfiles
 from gpumem_otel.profiles import pprof
 
 
@@ -16,7 +17,7 @@ def profiles(size_bytes: int, kind: ProfileKind = ProfileKind.LIVE) -> tuple[Hea
     return (HeapProfile(kind, 0, (Sample((Frame("f", "/f.py", 1),), 1, size_bytes),)),)
 
 
-def test_the_fullest_moment_is_kept_beside_the_last(tmp_path):
+def test_the_fullest_moment_is_kept_with_the_last(tmp_path):
     kept = LastProfiles(tmp_path)
     assert kept.write() is None
     for size_bytes in (10, 30, 20):
@@ -40,9 +41,9 @@ def test_nothing_is_taken_after_the_last_write(tmp_path):
 
 
 @pytest.mark.parametrize("before", range(3))
-def test_what_ctrl_c_kept_from_being_written_is_written_at_the_end(tmp_path, monkeypatch, before):
+def test_files_that_ctrl_c_interrupted_are_written_at_the_end(tmp_path, monkeypatch, before):
     """GIVEN Ctrl-C at any of the first files THEN none of them is missing, and none is old."""
-    kept, names, write = LastProfiles(tmp_path), [], parts.write_output
+    kept, names, write = LastProfiles(tmp_path), [], profile_files.write_output
 
     def interrupted(path, data):
         if len(names) == before:
@@ -53,7 +54,7 @@ def test_what_ctrl_c_kept_from_being_written_is_written_at_the_end(tmp_path, mon
 
     kept.take(ProfileKind.LIVE, profiles(30), {}, 1)
     kept.take(ProfileKind.ALLOCATED, profiles(99, ProfileKind.ALLOCATED), {}, 1)
-    monkeypatch.setattr(parts, "write_output", interrupted)
+    monkeypatch.setattr(profile_files, "write_output", interrupted)
     with pytest.raises(KeyboardInterrupt):
         kept.write()
     kept.take(ProfileKind.LIVE, profiles(20), {}, 2)
@@ -73,7 +74,7 @@ def test_warnings_are_held_until_it_listens(capsys):
         log.info("window: another one is open; try again when it is over")
         log.warning("read failed: %s", "held")
         assert not capsys.readouterr().err
-        warnings.let_go()
+        warnings.print_held()
         log.warning("window failed: %s", "recording is off")
     assert capsys.readouterr().err.splitlines() == [
         "gpumem-otel: warning: read failed: held",
