@@ -17,9 +17,10 @@ from gpumem_otel.base.profile import ProfileKind
 from gpumem_otel.errors import NoHistoryError, SnapshotError
 from gpumem_otel.profiles import heap
 from gpumem_otel.profiles.pinned import pinned_profile
-from gpumem_otel.snapshot.load import RecordingBytes, check, decode, read_all
+from gpumem_otel.snapshot.load import RecordingBytes, decode, read_all
 from gpumem_otel.snapshot.snapshot import TorchSnapshot, from_file
 from gpumem_otel.snapshot.stacks import file_function_namer
+from gpumem_otel.snapshot.validate import check
 
 if TYPE_CHECKING:
     import os

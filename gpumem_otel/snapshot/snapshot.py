@@ -15,9 +15,9 @@ from gpumem_otel.base.profile import AllocEvent, Annotation, Block, BlockState, 
 from gpumem_otel.errors import SnapshotError
 from gpumem_otel.snapshot import torch_format
 from gpumem_otel.snapshot.grouping import PAUSE_EVERY, EventGroup, Grouper, LiveGroup
-from gpumem_otel.snapshot.load import warnings_for
 from gpumem_otel.snapshot.totals import add_up
 from gpumem_otel.snapshot.trace import replay_trace
+from gpumem_otel.snapshot.validate import warnings_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
