@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.base.profile import BlockState
 from gpumem_otel.base.protocols import no_pause
-from gpumem_otel.snapshot.grouping import StackTable
+from gpumem_otel.snapshot.grouping import Interned, StackTable
 from gpumem_otel.snapshot.torch_format import (
     DEFAULT_POOL,
     RawReader,
@@ -176,21 +176,6 @@ def replay_trace(
     return player.result(device, len(events))
 
 
-class _Interned:
-    """Numbers for values, in order of their first use."""
-
-    def __init__(self, first: Any) -> None:
-        self.all = [first]
-        self._known = {first: 0}
-
-    def index(self, value: Any) -> int:
-        index = self._known.get(value)
-        if index is None:
-            index = self._known[value] = len(self.all)
-            self.all.append(value)
-        return index
-
-
 class _Lives:
     """Columns of allocations; the names are those of `Replay`.
 
@@ -230,8 +215,8 @@ class _Player:
         self._pause = pause or no_pause
         self._frees_tell = frees_tell
         self._stacks = StackTable()
-        self._pools = _Interned(DEFAULT_POOL)
-        self._contexts = _Interned("")
+        self._pools = Interned(DEFAULT_POOL)
+        self._contexts = Interned("")
         self._place = _Places(segments)
         self._pool_at: dict[int | None, int] = {}
         self._before = _Lives()
