@@ -1,4 +1,4 @@
-"""The container in which data travel inside a page: JSON beside columns of numbers.
+"""The container of the data inside a page: JSON and columns of numbers.
 
     base64(gzip(length of the header, 4 bytes little endian; header, JSON; columns))
 
@@ -58,15 +58,15 @@ class PageStacks:
         at = 0
         for left in range(len(stack) - 1, -1, -1):
             key = at << 32 | frame_index(stack[left])
-            found = nodes.get(key)
-            if found is None:
+            node = nodes.get(key)
+            if node is None:
                 # all or nothing: half a stack would be a wrong one
                 if len(self._parent) + left + 1 > self._max_nodes:
                     return OTHER_NODE
-                found = nodes[key] = len(self._parent)
+                node = nodes[key] = len(self._parent)
                 self._parent.append(at)
                 self._frame.append(key & 0xFFFFFFFF)
-            at = found
+            at = node
         return at
 
     def _frame_index(self, frame: Frame) -> int:
@@ -137,7 +137,7 @@ class Columns:
 
 
 def packed(header: Mapping[str, Any], columns: Columns) -> str:
-    """The header with the columns, as text of which nothing means anything in HTML."""
+    """The header with the columns, as text without special characters of HTML."""
     text = json.dumps({**header, "columns": columns.forms}, separators=(",", ":")).encode("ascii")
     start = len(text).to_bytes(4, "little") + text
     data = b"".join((start, bytes(-len(start) % _ALIGN), *columns.parts))

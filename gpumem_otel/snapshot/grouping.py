@@ -16,8 +16,8 @@ from gpumem_otel.snapshot.torch_format import frames_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from gpumem_otel.base.aggregate import Labels
     from gpumem_otel.base.protocols import Pause
-    from gpumem_otel.base.sums import Labels
     from gpumem_otel.snapshot.tensor_classes import TensorClass
     from gpumem_otel.snapshot.torch_format import RawFrame
 

@@ -35,7 +35,7 @@ _RATIO_FLOOR_BYTES = 32 << 20
 _INT64 = 2**63
 
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff", b"\x00\x00\xfe\xff")
-_STRANGERS = {
+_OTHER_FORMATS = {
     b"PK\x03\x04": "a zip archive (as torch.save writes)",
     b"BZh": "a bzip2 file",
     b"\xfd7zXZ": "an xz file",
@@ -47,7 +47,7 @@ _STRANGERS = {
 
 @dataclass(frozen=True, slots=True)
 class RecordingBytes:
-    """A recording of ours was found; reading it is another module's work.
+    """Bytes of one of our recordings, for `recording` to read.
 
     Attributes:
         data: its bytes, plain or in gzip (which may lack its end).
@@ -61,16 +61,16 @@ def read_all(
 ) -> tuple[bytes, str]:
     """The bytes of a file, and what to call it.
 
-    The first bytes must look like something we know before the rest is read, so that /dev/zero
-    or the wrong file of 100 GB costs nothing.
+    The first bytes must look like a known format before the rest is read, so that /dev/zero or
+    the wrong file of 100 GB costs nothing.
 
     Args:
         path: file name, or a file open for reading bytes.
         name: what to call it.
-        pprof: a plain pprof profile is let through too.
+        pprof: a plain pprof profile is accepted too.
 
     Raises:
-        SnapshotError: it can not be read, or is no snapshot.
+        SnapshotError: it cannot be read, or is no snapshot.
     """
     if isinstance(path, str | os.PathLike):
         source = name or os.fspath(path)
@@ -93,7 +93,7 @@ def _read(file: BinaryIO, source: str, *, pprof: bool) -> bytes:
         if not isinstance(head, bytes):
             raise SnapshotError(source, "opened as text, it has to be opened for reading bytes")
         if not (pprof and head.startswith(_PPROF)):
-            _refuse_stranger(head, source)
+            _refuse_other_formats(head, source)
         if _is_whole(file, head):
             file.seek(0)
             return file.read()  # without a copy
@@ -124,14 +124,14 @@ def _is_whole(file: BinaryIO, head: bytes) -> bool:
 
 
 def decode(data: bytes, source: str) -> tuple[object, int]:
-    """The values in a file, or a `RecordingBytes`; and its size in bytes, uncompressed.
+    """The values in a file, or a `RecordingBytes`, and its size in bytes, uncompressed.
 
     Raises:
-        SnapshotError: it is none of the kinds above, damaged, or made to do harm.
+        SnapshotError: it is of none of the known kinds, damaged, or made to do harm.
     """
     allowance = len(data)
     for layer in range(_GZIP_LAYERS + 1):
-        _refuse_stranger(data, source)
+        _refuse_other_formats(data, source)
         if data[:2] != _GZIP:
             break
         if layer == _GZIP_LAYERS:
@@ -146,16 +146,16 @@ def decode(data: bytes, source: str) -> tuple[object, int]:
     return _json(data, source), len(data)
 
 
-def _refuse_stranger(data: bytes, source: str) -> None:
+def _refuse_other_formats(data: bytes, source: str) -> None:
     if not data:
         raise SnapshotError(source, "empty file")
     if data[:2] == _GZIP or data[:1] == b"\x80":
         return
     if data.startswith(_BYTE_ORDER_MARKS) or data[:_HEAD_BYTES].lstrip()[:1] in (b"{", b"["):
         return
-    for magic, what in _STRANGERS.items():
+    for magic, format_name in _OTHER_FORMATS.items():
         if data.startswith(magic):
-            raise SnapshotError(source, f"{what}, not a memory snapshot")
+            raise SnapshotError(source, f"{format_name}, not a memory snapshot")
     raise SnapshotError(source, "neither a pickle nor JSON nor gzip of one")
 
 
@@ -167,7 +167,7 @@ def _gunzip_head(data: bytes) -> bytes:
 
 
 def _gunzip(data: bytes, source: str, allowance: int) -> bytes:
-    """Decompress all members; stops a bomb when it is out of proportion.
+    """Decompress all members; refuses a bomb once it is out of proportion.
 
     Args:
         data: gzip.
@@ -214,7 +214,7 @@ def _is_recording(head: bytes) -> bool:
 
 
 def _json(data: bytes, source: str) -> object:
-    # A pickle shares the frames that it repeats, JSON can not: share them again, since grouping
+    # A pickle shares repeated frames and JSON cannot. They are shared again here, since grouping
     # by stack compares frames by identity, and a long trace repeats few frames very often.
     frames: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
 
@@ -222,7 +222,7 @@ def _json(data: bytes, source: str) -> object:
         if "filename" not in value or "line" not in value:
             return value
         for part in value.values():
-            # no nests; and no huge numbers, of which many can be made that hash alike
+            # neither containers nor huge numbers, of which many can have the same hash
             if type(part) is not str and not (type(part) is int and -_INT64 <= part < 2 * _INT64):
                 return value
         return frames.setdefault(tuple(value.items()), value)
