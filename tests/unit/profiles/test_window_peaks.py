@@ -90,7 +90,7 @@ def names(profile):
     return {tuple(f.name for f in s.frames): s.size_bytes for s in profile.samples}
 
 
-def test_frees_have_stacks_the_stack_of_what_is_older_than_the_window():
+def test_frees_tell_the_stack_of_what_is_older_than_the_window():
     found = peak(reading(made([free(1, 100, [MAIN]), free(2, 30)])))
     assert names(found) == {("train.py:main",): 100, (BEFORE_INSTALL,): 30}
 
