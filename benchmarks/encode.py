@@ -20,8 +20,6 @@ from gpumem_otel.profiles import pprof
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["main", "profile"]
-
 
 def profile(blocks: int, stacks: int, depth: int) -> HeapProfile:
     """A live profile of so many blocks under so many distinct stacks.

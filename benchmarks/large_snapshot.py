@@ -22,8 +22,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Heap", "main", "make"]
-
 _MIB = 1 << 20
 _START_US = 1_783_874_495_854_988
 _SETTINGS = {

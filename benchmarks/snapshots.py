@@ -1,16 +1,16 @@
-"""Snapshot files: time and memory of our verbs beside PyTorch's `_memory_viz.py`, same files.
+"""Snapshot files: time and memory of our verbs and of PyTorch's `_memory_viz.py`, same files.
 
     python benchmarks/snapshots.py --torch-python PATH [--out FILE.json] [FOLDER]
 
 On the generated snapshot of `large_snapshot.py` and on the six largest files of FOLDER (by default
 of GPUMEM_SNAPSHOTS). Every command is a process of its own; the commands of a question run in turn,
-`--repeats` times, so that a busy moment meets both. Told are the least and the median of the wall
-clock, the least CPU time (a machine that does other work shows in the first two), and the largest
+`--repeats` times, so that a busy moment affects both. Reported are the least and the median of the
+wall clock, the least CPU time (other work on the machine shows in the first two), and the largest
 resident memory, of the whole process including the interpreter's start.
 
 `_memory_viz.py` is run as a file, which spares it the import of torch, and is given plain pickles,
 since it reads no gzip. Its `memory` downloads a Perl script to draw an SVG; here a script in its
-place gives back what it is given, so that the drawing costs it nothing and no network is needed.
+place returns its input, so that the drawing costs nothing and no network is needed.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from typing import Any
 import large_snapshot
 
 from gpumem_otel._version import __version__
-
-__all__ = ["QUESTIONS", "main", "measure"]
 
 OURS = [sys.executable, "-m", "gpumem_otel.cli.main"]
 _TAIL = 300
@@ -86,10 +84,10 @@ class Tool:
     def __init__(self, torch_python: str, folder: Path, most_seconds: int) -> None:
         self.folder = folder
         self._most_seconds = most_seconds
-        found = subprocess.run(
+        described = subprocess.run(
             [torch_python, "-c", _WHICH], capture_output=True, text=True, check=True
         )
-        file, self.torch, self.python = json.loads(found.stdout)
+        file, self.torch, self.python = json.loads(described.stdout)
         self._viz = [torch_python, file]
         script = folder / ".cache" / "flamegraph.pl"
         script.parent.mkdir()
@@ -99,7 +97,7 @@ class Tool:
         script.chmod(0o755)
 
     def run(self, name: str, arguments: list[str], file: Path) -> dict[str, Any]:
-        """One process: what it took and, where it failed, the end of what it said."""
+        """One process: its time and memory and, where it failed, the end of its error output."""
         out = self.folder / "out"
         out.unlink(missing_ok=True)
         filled = [{"IN": str(file), "OUT": str(out)}.get(word, word) for word in arguments]
@@ -119,35 +117,35 @@ class Tool:
                 env={**os.environ, "HOME": str(self.folder)},
             )
             stderr.seek(0)
-            said = stderr.read().decode(errors="replace").strip()
+            errors = stderr.read().decode(errors="replace").strip()
         seconds, cpu_seconds, memory_bytes = json.loads((self.folder / "usage").read_text())
-        found: dict[str, Any] = {
+        usage: dict[str, Any] = {
             "seconds": seconds,
             "cpu_seconds": cpu_seconds,
             "memory_bytes": memory_bytes,
             "out_bytes": out.stat().st_size if out.exists() else shown.stat().st_size,
         }
         if watched.returncode:
-            found["error"] = said.splitlines()[-1][-_TAIL:] if said else "it said nothing"
-        return found
+            usage["error"] = errors.splitlines()[-1][-_TAIL:] if errors else "no error output"
+        return usage
 
 
 def measure(tool: Tool, file: Path, repeats: int) -> dict[str, Any]:
     """All questions on one file, the commands of each in turn."""
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for question, commands in QUESTIONS.items():
         runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
         for _ in range(repeats):
             for name, arguments in commands.items():
                 if not any("error" in run for run in runs[name]):
                     runs[name].append(tool.run(name, arguments, file))
-        found[question] = {name: _summed_up(some) for name, some in runs.items()}
-        for name, row in found[question].items():
+        answers[question] = {name: _summary(some) for name, some in runs.items()}
+        for name, row in answers[question].items():
             print(f"  {name:34} {_text(row)}", flush=True)
-    return found
+    return answers
 
 
-def _summed_up(runs: list[dict[str, Any]]) -> dict[str, Any]:
+def _summary(runs: list[dict[str, Any]]) -> dict[str, Any]:
     seconds = [run["seconds"] for run in runs]
     row = {
         "least_seconds": min(seconds),

@@ -272,7 +272,7 @@ class Profile:
         if not isinstance(before, Profile):
             raise ConfigError(f"diff: {type(before).__name__!r} is not a Profile")
         try:
-            heap.alike((before.heap, self.heap))
+            heap.common_sizes((before.heap, self.heap))
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return Difference(before, self)

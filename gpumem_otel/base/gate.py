@@ -1,10 +1,9 @@
-"""Holds calls of ours into torch and CUDA off while the driver has this process locked.
+"""Keeps our own calls away from torch and CUDA while the driver has this process locked.
 
-A thread of the job that is stopped inside `cudaMalloc` keeps the allocator's mutex, and whoever
-asks the allocator for counters or a snapshot waits for that mutex with the interpreter lock held:
-one scrape would stop all Python until somebody outside unlocks the process (seen on an H200, 6 of
-6). So every such call of ours stands between `enter` and `leave`, and whoever locks the process
-closes the gate first.
+A thread of the job that is stopped inside `cudaMalloc` keeps the allocator's mutex. A call for
+counters or a snapshot then waits for that mutex with the interpreter lock held: one scrape would
+stop all Python until the process is unlocked from outside (6 of 6 times on an H200). So every such
+call is made between `enter` and `leave`, and the gate is closed before the process is locked.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _LOOK_SECONDS: Final = 0.002
 
 
 class QuietGate:
-    """Many readers come and go; one closer waits until all have left and lets nobody in.
+    """Many readers come and go; one closer waits until all have left and admits no more.
 
     `enter` and `leave` take no lock and cost about 0.1 us together: they stand on the job's own
     threads, may be called within a signal handler or a finalizer, and a forked child inherits no

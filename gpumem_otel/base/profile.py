@@ -105,7 +105,7 @@ class AllocEvent:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """A START or END mark that torch or the user put beside the trace."""
+    """A START or END mark that torch or the user added to the trace."""
 
     name: str
     stage: str
@@ -179,7 +179,7 @@ class HeapProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceStats:
-    """Counters of one device's allocator at one moment (torch's `memory_stats`, raw names beside).
+    """Counters of one device's allocator at one moment (torch's `memory_stats`, with raw names).
 
     Attributes:
         allocations: `allocation.all.allocated`, how many allocations were made ever.
@@ -228,7 +228,7 @@ class DeviceTotals:
 
     Attributes:
         free_segment_bytes: segments of the default pool without any active block.
-        split_remainder_bytes: inactive blocks of the default pool beside active ones.
+        split_remainder_bytes: inactive blocks of the default pool next to active ones.
         pending_free_bytes: freed, waiting for another stream.
         private_pool_free_bytes: inactive blocks of private pools.
         pool_reserved_bytes: reserved per pool; (0, 0) is the default pool.
@@ -297,7 +297,7 @@ class SourceStatus:
     Attributes:
         armed: there is something to read: CUDA is initialised in this process (or a recording
             is loaded). Before that nothing of ours opens a socket or pushes.
-        supported: profiles can be had; False where the allocator can not be recorded.
+        supported: profiles can be had; False where the allocator cannot be recorded.
         reason: slug that says why not ("" where supported): `no_torch`, `no_cuda`,
             `not_initialised`, `allocator_backend`, `no_caching`, `job_records_history`,
             `disabled`, `forked`, `error`.

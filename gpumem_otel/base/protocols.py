@@ -1,4 +1,4 @@
-"""The seams between the parts: Protocols of at most three methods, and the values they pass."""
+"""Protocols between the components, of at most three methods, and the values they pass."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ interpreter lock (hazard: a thread that holds it stalls the job). The core itsel
 
 
 def no_pause() -> None:
-    """A `Pause` of work that gives nothing up: nobody waits for it, or the job itself does it."""
+    """A `Pause` that does nothing, for work on the job's own thread."""
 
 
 FrameNamer: TypeAlias = "Callable[[str, str, int], str]"

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable, Collection
 
+    from gpumem_otel.base.aggregate import Labels
     from gpumem_otel.base.profile import DeviceStats, HeapProfile
     from gpumem_otel.base.protocols import Clock, FrameNamer, Pause
-    from gpumem_otel.base.sums import Labels
     from gpumem_otel.capture.costs import Costs
     from gpumem_otel.capture.gil_pacing import Pacer
     from gpumem_otel.settings.config import ProfileConfig

@@ -1,4 +1,4 @@
-"""The container in which data travel inside a page: JSON beside columns of numbers.
+"""The container of the data inside a page: JSON and columns of numbers.
 
     base64(gzip(length of the header, 4 bytes little endian; header, JSON; columns))
 
@@ -17,6 +17,7 @@ from operator import sub
 from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.base.profile import Frame
+from gpumem_otel.snapshot.grouping import Interned
 from gpumem_otel.snapshot.stacks import OTHER
 
 if TYPE_CHECKING:
@@ -34,19 +35,13 @@ OTHER_NODE = 1
 
 
 class PageStacks:
-    """Gives each stack a number: the node of its leaf.
-
-    Attributes:
-        strings: names and files.
-    """
+    """Gives each stack a number: the node of its leaf."""
 
     def __init__(self, max_nodes: int = MAX_NODES) -> None:
-        self.strings: list[str] = []
-        self._string: dict[str, int] = {}
-        # frames by identity, for whoever shares them; kept alive, or an identity could come again
+        self._strings = Interned()
+        self._frames = Interned()
+        # shared frames by identity; kept alive, or an identity could occur again
         self._by_id: dict[int, tuple[Frame, int]] = {}
-        self._by_value: dict[Frame, int] = {}
-        self._frames: tuple[list[int], list[int], list[int]] = ([], [], [])
         self._nodes: dict[int, int] = {}
         self._parent = [0]
         self._frame = [0]
@@ -55,11 +50,7 @@ class PageStacks:
 
     def string(self, text: str) -> int:
         """Number of a text."""
-        index = self._string.get(text)
-        if index is None:
-            index = self._string[text] = len(self.strings)
-            self.strings.append(text)
-        return index
+        return self._strings.index(text)
 
     def node(self, stack: Stack) -> int:
         """Number of a stack, leaf first; `OTHER_NODE` where there is no room, 0 for ()."""
@@ -67,41 +58,34 @@ class PageStacks:
         at = 0
         for left in range(len(stack) - 1, -1, -1):
             key = at << 32 | frame_index(stack[left])
-            found = nodes.get(key)
-            if found is None:
+            node = nodes.get(key)
+            if node is None:
                 # all or nothing: half a stack would be a wrong one
                 if len(self._parent) + left + 1 > self._max_nodes:
                     return OTHER_NODE
-                found = nodes[key] = len(self._parent)
+                node = nodes[key] = len(self._parent)
                 self._parent.append(at)
                 self._frame.append(key & 0xFFFFFFFF)
-            at = found
+            at = node
         return at
 
     def _frame_index(self, frame: Frame) -> int:
         entry = self._by_id.get(id(frame))
         if entry is not None:
             return entry[1]
-        index = self._by_value.get(frame)
-        if index is None:
-            index = self._by_value[frame] = len(self._by_value)
-            names, files, lines = self._frames
-            names.append(self.string(frame.name))
-            files.append(self.string(frame.filename))
-            lines.append(frame.line)
+        index = self._frames.index(frame)
         self._by_id[id(frame)] = (frame, index)
         return index
 
     def form(self, columns: Columns) -> dict[str, Any]:
         """Everything, for the header."""
-        names, files, lines = self._frames
+        frames, string = self._frames.all, self._strings.index
+        names = columns.add("u32", (string(frame.name) for frame in frames))
+        files = columns.add("u32", (string(frame.filename) for frame in frames))
+        lines = columns.add("f64", (frame.line for frame in frames))
         return {
-            "strings": self.strings,
-            "frames": {
-                "name": columns.add("u32", names),
-                "file": columns.add("u32", files),
-                "line": columns.add("f64", lines),
-            },
+            "strings": self._strings.all,
+            "frames": {"name": names, "file": files, "line": lines},
             "trie": {
                 "parent": columns.add("u32", self._parent, delta=True),
                 "frame": columns.add("u32", self._frame, delta=True),
@@ -153,7 +137,7 @@ class Columns:
 
 
 def packed(header: Mapping[str, Any], columns: Columns) -> str:
-    """The header with the columns, as text of which nothing means anything in HTML."""
+    """The header with the columns, as text without special characters of HTML."""
     text = json.dumps({**header, "columns": columns.forms}, separators=(",", ":")).encode("ascii")
     start = len(text).to_bytes(4, "little") + text
     data = b"".join((start, bytes(-len(start) % _ALIGN), *columns.parts))

@@ -1,6 +1,6 @@
 """The page: one HTML file with flame graphs, timeline and segments, which needs no network.
 
-What it looks like is built from `web/` when the package is built; here the data are put in.
+Its code is built from `web/` with the package; the data are inserted here.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def available() -> bool:
 
 
 def require() -> None:
-    """Nothing, where the page is there.
+    """Check that the page was built into this installation.
 
     Raises:
         PageError: the page was not built into this installation.
@@ -51,19 +51,19 @@ def file_html(
     kind: ProfileKind = ProfileKind.LIVE,
     title: str = "",
 ) -> str:
-    """A page about a file, whichever kind it is, or about what changed since another one.
+    """A page about a file of either kind, or about what changed since another one.
 
     Args:
         opened: what to show.
         before: what to compare it with.
         device: only this one; None: all.
-        view: where the page opens, one of `VIEWS`; all others are a click away.
+        view: where the page opens, one of `VIEWS`; the others are one click away.
         kind: of the flame graph that is shown first.
         title: by default the name of the file.
 
     Raises:
         PageError: the page was not built into this installation.
-        SnapshotError: the sizes in the trace are no sizes.
+        SnapshotError: sizes in the trace are invalid.
     """
     template = _template()
     form = PageForm()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from gpumem_otel.base.aggregate import add
 from gpumem_otel.base.profile import Frame, ProfileKind, Sizes
 from gpumem_otel.errors import NoHistoryError
 from gpumem_otel.page.columns import OTHER_NODE, Columns, PageStacks, packed
@@ -102,7 +103,7 @@ class PageForm:
             if not readings:
                 continue
             self.add_profile(live_profile(last, number, namer=identity_namer))
-            form, peak, told = readings_form(
+            form, peak, notes = readings_form(
                 readings, number, self._stacks, self._columns, identity_namer
             )
             at_peak = live_profile(readings[peak].snapshot, number, namer=identity_namer)
@@ -116,7 +117,7 @@ class PageForm:
             for profile in allocated:
                 if profile.device == number:
                     self.add_profile(profile)
-            self._add_timeline(form, told)
+            self._add_timeline(form, notes)
             self._add_segments(last, number, identity_namer)
 
     def add_profile(
@@ -127,30 +128,30 @@ class PageForm:
         comments: Sequence[str] | None = None,
     ) -> None:
         """Bytes by stack. Labels of a sample become frames above its root."""
-        sums: dict[int, list[int]] = {}
+        totals: dict[int, list[int]] = {}
         merged = 0
         for place, sample in enumerate(profile.samples):
             node = OTHER_NODE
             if place < self._max_samples:
                 node = self._stacks.node(_labelled(sample.frames, sample.labels))
             merged += node == OTHER_NODE
-            entry = sums.setdefault(node, [0, 0])
-            entry[0] += sample.objects
-            entry[1] += sample.size_bytes
-        said = list(profile.comments if comments is None else comments)
+            add(totals, node, sample.objects, sample.size_bytes)
+        sentences = list(profile.comments if comments is None else comments)
         if merged > 1:
-            said.append(f"the {merged} smallest of {len(profile.samples)} stacks are in [other]")
+            sentences.append(
+                f"the {merged} smallest of {len(profile.samples)} stacks are in [other]"
+            )
         self._profiles.append(
             {
                 "source": len(self._sources) - 1,
                 "device": profile.device,
                 "kind": (kind or profile.kind).value,
                 "unit": _UNITS[profile.sizes],
-                "comments": said,
+                "comments": sentences,
                 "total_bytes": profile.total_bytes,
-                "node": self._columns.add("u32", sums),
-                "objects": self._columns.add("f64", (entry[0] for entry in sums.values())),
-                "bytes": self._columns.add("f64", (entry[1] for entry in sums.values())),
+                "node": self._columns.add("u32", totals),
+                "objects": self._columns.add("f64", (entry[0] for entry in totals.values())),
+                "bytes": self._columns.add("f64", (entry[1] for entry in totals.values())),
             }
         )
         self._seen(profile.device)
@@ -158,7 +159,7 @@ class PageForm:
     def packed(
         self, *, title: str, view: str, kind: ProfileKind, device: int | None, made_by: str
     ) -> str:
-        """Everything, as text that means nothing in HTML.
+        """Everything, as text without special characters of HTML.
 
         Args:
             title: of the page.
@@ -196,13 +197,13 @@ class PageForm:
 
     def _add_events(self, snapshot: TorchSnapshot, device: int, namer: FrameNamer) -> None:
         if snapshot.has_timeline(device) and not snapshot.resolved:
-            form, told = events_form(snapshot, device, self._stacks, self._columns, namer)
-            self._add_timeline(form, [*told, *snapshot.replay(device).warnings])
+            form, notes = events_form(snapshot, device, self._stacks, self._columns, namer)
+            self._add_timeline(form, [*notes, *snapshot.replay(device).warnings])
 
-    def _add_timeline(self, form: dict[str, Any], told: Sequence[str]) -> None:
+    def _add_timeline(self, form: dict[str, Any], notes: Sequence[str]) -> None:
         self._timelines.append({"source": len(self._sources) - 1, **form})
         warnings = self._sources[-1]["warnings"]
-        warnings += [sentence for sentence in told if sentence not in warnings]
+        warnings += [sentence for sentence in notes if sentence not in warnings]
 
     def _add_segments(self, snapshot: TorchSnapshot, device: int, namer: FrameNamer) -> None:
         form = segments_form(snapshot, device, self._stacks, self._columns, namer)

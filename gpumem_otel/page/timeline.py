@@ -8,10 +8,11 @@ from heapq import heappop, heappush, nlargest
 from operator import sub
 from typing import TYPE_CHECKING, Any
 
+from gpumem_otel.base.aggregate import add
 from gpumem_otel.base.text import human_bytes
 from gpumem_otel.page.columns import OTHER_NODE
 from gpumem_otel.profiles.heap import live_profile
-from gpumem_otel.snapshot.labels import Spans
+from gpumem_otel.snapshot.labels import AnnotatedRanges
 from gpumem_otel.snapshot.roots import builder_for, stackless_root
 
 if TYPE_CHECKING:
@@ -62,12 +63,12 @@ def events_form(
         max_moments: how many to keep.
     """
     replay = snapshot.replay(device)
-    told: list[str] = []
+    notes: list[str] = []
     kept = _kept_moments(replay, max_moments)
     allocated = _chosen(replay.allocated_bytes, kept)
     times = _chosen(replay.time_us, kept)
     if kept is not None:
-        told.append(
+        notes.append(
             f"device {device}: the timeline shows {len(kept)} of {replay.events + 1} moments, the "
             "lowest and the highest of each few neighbours"
         )
@@ -77,7 +78,7 @@ def events_form(
     known = min(times, default=-1) >= 0
     spans, left_out = _spans(snapshot, device) if known else ([], 0)
     if left_out:
-        told.append(
+        notes.append(
             f"device {device}: {left_out} annotated ranges are not in the timeline, the shortest "
             f"and those more than {_MAX_LANES} deep"
         )
@@ -95,7 +96,7 @@ def events_form(
         "allocations": allocations,
         "readings": None,
     }
-    return form, told + note
+    return form, notes + note
 
 
 def _kept_moments(replay: Replay, limit: int) -> list[int] | None:
@@ -126,23 +127,23 @@ def _allocations(
     max_allocations: int,
 ) -> tuple[dict[str, Any], list[str]]:
     total = len(replay.size_bytes)
-    told: list[str] = []
+    notes: list[str] = []
     chosen: Sequence[int] = range(total)
     if total > max_allocations:
         chosen = sorted(nlargest(max_allocations, chosen, key=replay.size_bytes.__getitem__))
-        told.append(
+        notes.append(
             f"device {replay.device}: of a moment in the timeline the page knows the stacks of the "
             f"{max_allocations} largest of {total} allocations, the others are in [other]"
         )
     builder = builder_for(snapshot, namer)
-    sums: dict[int, int] = {}
+    totals: dict[int, int] = {}
     for index in chosen:
         stack = replay.stack[index]
-        sums[stack] = sums.get(stack, 0) + replay.size_bytes[index]
+        totals[stack] = totals.get(stack, 0) + replay.size_bytes[index]
     # the largest first, should there not be room for all
     of_stack = {
         stack: stacks.node(builder.build(replay.stacks[stack]))
-        for stack in sorted(sums, key=lambda stack: -sums[stack])
+        for stack in sorted(totals, key=lambda stack: -totals[stack])
         if stack
     }
     bare = {has: stacks.node(builder.root(stackless_root(has))) for has in (False, True)}
@@ -165,7 +166,7 @@ def _allocations(
         "life": columns.add("u32", map(sub, died, born)),
         "left_out": sum(replay.size_bytes) - sum(sizes),
     }
-    return form, told
+    return form, notes
 
 
 def _marks(marks: Sequence[TraceMark]) -> list[dict[str, Any]]:
@@ -180,18 +181,18 @@ def _marks(marks: Sequence[TraceMark]) -> list[dict[str, Any]]:
 
 
 def _human(text: str) -> str:
-    def shown(found: re.Match[str]) -> str:
-        return human_bytes(int(found[1])) + found[2].removesuffix(" bytes")
+    def shown(match: re.Match[str]) -> str:
+        return human_bytes(int(match[1])) + match[2].removesuffix(" bytes")
 
     return _BYTES.sub(shown, text)
 
 
 def _spans(snapshot: TorchSnapshot, device: int) -> tuple[list[dict[str, Any]], int]:
     """Annotated ranges, in lanes in which none overlaps another; how many are left out."""
-    ranges = Spans(snapshot.annotations_of(device)).ranges
+    ranges = AnnotatedRanges(snapshot.annotations_of(device)).ranges
     free: list[int] = []
     busy: list[tuple[int, int]] = []  # (until, lane)
-    found = []
+    spans = []
     for name, start, end in ranges:
         while busy and busy[0][0] <= start:
             heappush(free, heappop(busy)[1])
@@ -199,11 +200,11 @@ def _spans(snapshot: TorchSnapshot, device: int) -> tuple[list[dict[str, Any]], 
         heappush(busy, (2**63 if end is None else end, lane))
         if lane < _MAX_LANES:
             span = {"name": name[:_MAX_LABEL], "from_us": start, "to_us": end, "lane": lane}
-            found.append(span)
-    if len(found) > _MAX_SPANS:
-        longest = nlargest(_MAX_SPANS, found, key=_length)
-        found = sorted(longest, key=lambda span: (span["from_us"], span["lane"]))
-    return found, len(ranges) - len(found)
+            spans.append(span)
+    if len(spans) > _MAX_SPANS:
+        longest = nlargest(_MAX_SPANS, spans, key=_length)
+        spans = sorted(longest, key=lambda span: (span["from_us"], span["lane"]))
+    return spans, len(ranges) - len(spans)
 
 
 def _length(span: dict[str, Any]) -> int:
@@ -242,8 +243,8 @@ def readings_form(
         snapshot = reading.snapshot
         samples = live_profile(snapshot, device, namer=namer).samples
         merged += max(0, len(samples) - each)
-        for found, number, size in _held(samples, stacks, each):
-            node.append(found)
+        for leaf, number, size in _largest(samples, stacks, each):
+            node.append(leaf)
             objects.append(number)
             sizes.append(size)
         start.append(len(node))
@@ -251,9 +252,9 @@ def readings_form(
         allocated.append(books.allocated_bytes)
         reserved.append(books.reserved_bytes)
     peak = allocated.index(max(allocated))
-    told = []
+    notes = []
     if merged:
-        told.append(
+        notes.append(
             f"device {device}: the timeline keeps {each} stacks of each reading, the smallest are "
             "in [other]"
         )
@@ -276,15 +277,15 @@ def readings_form(
             "bytes": columns.add("f64", sizes),
         },
     }
-    return form, peak, told
+    return form, peak, notes
 
 
-def _held(samples: Sequence[Sample], stacks: PageStacks, limit: int) -> list[tuple[int, int, int]]:
+def _largest(
+    samples: Sequence[Sample], stacks: PageStacks, limit: int
+) -> list[tuple[int, int, int]]:
     """(node, objects, bytes) of samples, the largest first; what is beyond the limit in one."""
-    sums: dict[int, list[int]] = {}
+    totals: dict[int, list[int]] = {}
     for place, sample in enumerate(samples):
         node = stacks.node(sample.frames) if place < limit else OTHER_NODE
-        entry = sums.setdefault(node, [0, 0])
-        entry[0] += sample.objects
-        entry[1] += sample.size_bytes
-    return [(node, objects, size) for node, (objects, size) in sums.items()]
+        add(totals, node, sample.objects, sample.size_bytes)
+    return [(node, objects, size) for node, (objects, size) in totals.items()]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from gpumem_otel.profiles.heap import alike
+from gpumem_otel.profiles.heap import common_sizes
 from gpumem_otel.snapshot.layout import allocated_in
 from gpumem_otel.snapshot.stacks import basename
 
@@ -118,7 +118,7 @@ class SegmentComparison:
         return sum(allocated_in(before) != allocated_in(after) for before, after in self.both)
 
 
-class _Held:
+class _Pair:
     """Objects and bytes of a stack in both profiles."""
 
     __slots__ = (
@@ -143,7 +143,7 @@ class _Held:
     def after(self) -> tuple[int, int]:
         return (self.after_bytes, self.after_objects)
 
-    def add(self, other: _Held) -> None:
+    def add(self, other: _Pair) -> None:
         self.before_bytes += other.before_bytes
         self.after_bytes += other.after_bytes
         self.before_objects += other.before_objects
@@ -186,20 +186,20 @@ def compare_profiles(
         ValueError: profiles of different kinds or sizes.
     """
     if before.kind is not after.kind:
-        raise ValueError("profiles of different kinds can not be compared")
-    sizes = alike((before, after))
-    exact: dict[StackKey, _Held] = {}
+        raise ValueError("profiles of different kinds cannot be compared")
+    sizes = common_sizes((before, after))
+    exact: dict[StackKey, _Pair] = {}
     for sample in _filled(before):
-        held = _held_of(exact, sample.frames)
-        held.before_bytes += sample.size_bytes
-        held.before_objects += sample.objects
+        pair = _pair_of(exact, sample.frames)
+        pair.before_bytes += sample.size_bytes
+        pair.before_objects += sample.objects
     for sample in _filled(after):
-        held = _held_of(exact, sample.frames)
-        held.after_bytes += sample.size_bytes
-        held.after_objects += sample.objects
-        held.frames = sample.frames
-    found = list(exact.values()) if exact_lines else _without_lines(exact)
-    stacks = [held.result() for held in found]
+        pair = _pair_of(exact, sample.frames)
+        pair.after_bytes += sample.size_bytes
+        pair.after_objects += sample.objects
+        pair.frames = sample.frames
+    pairs = list(exact.values()) if exact_lines else _without_lines(exact)
+    stacks = [pair.result() for pair in pairs]
     changes = [stack for stack in stacks if stack.change is not Change.SAME]
     changes.sort(key=_order)
     return Comparison(
@@ -239,32 +239,32 @@ def _filled(profile: HeapProfile) -> Iterator[Sample]:
     return (sample for sample in profile.samples if sample.size_bytes or sample.objects)
 
 
-def _held_of(stacks: dict[StackKey, _Held], frames: Stack) -> _Held:
+def _pair_of(stacks: dict[StackKey, _Pair], frames: Stack) -> _Pair:
     key = tuple((frame.name, basename(frame.filename), frame.line) for frame in frames)
-    held = stacks.get(key)
-    if held is None:
-        held = stacks[key] = _Held(frames)
-    return held
+    pair = stacks.get(key)
+    if pair is None:
+        pair = stacks[key] = _Pair(frames)
+    return pair
 
 
-def _without_lines(exact: Mapping[StackKey, _Held]) -> list[_Held]:
+def _without_lines(exact: Mapping[StackKey, _Pair]) -> list[_Pair]:
     """Stacks with the same names that are in one file each, put together."""
-    found: list[_Held] = []
-    apart: dict[tuple[tuple[str, str], ...], list[_Held]] = {}
-    for key, held in exact.items():
-        if _NOTHING not in {held.before, held.after}:
-            found.append(held)
+    pairs: list[_Pair] = []
+    unmatched: dict[tuple[tuple[str, str], ...], list[_Pair]] = {}
+    for key, pair in exact.items():
+        if _NOTHING not in {pair.before, pair.after}:
+            pairs.append(pair)
         else:
-            apart.setdefault(tuple((name, file) for name, file, _ in key), []).append(held)
-    for group in apart.values():
-        if len({held.after != _NOTHING for held in group}) == 1:
-            found += group
+            unmatched.setdefault(tuple((name, file) for name, file, _ in key), []).append(pair)
+    for group in unmatched.values():
+        if len({pair.after != _NOTHING for pair in group}) == 1:
+            pairs += group
             continue
-        joined = _Held(group[0].frames, moved=True)
-        for held in group:
-            joined.add(held)
-        found.append(joined)
-    return found
+        joined = _Pair(group[0].frames, moved=True)
+        for pair in group:
+            joined.add(pair)
+        pairs.append(joined)
+    return pairs
 
 
 def _category(stacks: Sequence[StackChange], kind: Change) -> Category:

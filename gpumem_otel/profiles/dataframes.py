@@ -1,4 +1,4 @@
-"""Columns of blocks, segments, events and stacks, for whoever makes a table of them.
+"""Columns of blocks, segments, events and stacks, for tables.
 
 Sizes are bytes. `function` is the innermost frame that is shown, `stack` all of them, root first
 and joined by ";" as in folded stacks.
@@ -30,7 +30,7 @@ _ALLOCATED = "active_allocated"
 
 def segments(snapshot: TorchSnapshot, device: int | None = None) -> Columns:
     """One entry per segment."""
-    found: Columns = {
+    columns: Columns = {
         key: []
         for key in (
             "device",
@@ -57,13 +57,13 @@ def segments(snapshot: TorchSnapshot, device: int | None = None) -> Columns:
             torch_format.text(raw.get("segment_type")),
             raw.get("is_expandable") is True,
         )
-        _append(found, row)
-    return found
+        _append(columns, row)
+    return columns
 
 
 def blocks(snapshot: TorchSnapshot, device: int | None = None) -> Columns:
     """One entry per block; `requested_bytes` is 0 where the block is inactive."""
-    found: Columns = {
+    columns: Columns = {
         key: []
         for key in (
             "device",
@@ -97,13 +97,13 @@ def blocks(snapshot: TorchSnapshot, device: int | None = None) -> Columns:
                 state.value,
                 *names.of(torch_format.frames_of(block) if active else ()),
             )
-            _append(found, row)
-    return found
+            _append(columns, row)
+    return columns
 
 
 def events(snapshot: TorchSnapshot, device: int | None = None) -> Columns:
     """One entry per event; `allocated_bytes` (requested) and `reserved_bytes` are after it."""
-    found: Columns = {
+    columns: Columns = {
         key: []
         for key in (
             "device",
@@ -120,33 +120,33 @@ def events(snapshot: TorchSnapshot, device: int | None = None) -> Columns:
         )
     }
     names = _Names(snapshot)
-    for one in snapshot.devices() if device is None else (device,):
-        trace = snapshot.raw_events(one)
+    for number in snapshot.devices() if device is None else (device,):
+        trace = snapshot.raw_events(number)
         if not trace:
             continue
-        replay = snapshot.replay(one)
-        for number, raw in enumerate(trace, 1):
+        replay = snapshot.replay(number)
+        for moment, raw in enumerate(trace, 1):
             row = (
-                one,
                 number,
+                moment,
                 torch_format.maybe_whole(raw.get("time_us")),
                 torch_format.text(raw.get("action")),
                 torch_format.maybe_whole(raw.get("addr")),
                 torch_format.whole(raw.get("size")),
                 torch_format.whole(raw.get("stream")),
-                replay.allocated_bytes[number],
-                replay.reserved_bytes[number],
+                replay.allocated_bytes[moment],
+                replay.reserved_bytes[moment],
                 *names.of(raw.get("frames") or ()),
             )
-            _append(found, row)
-    return found
+            _append(columns, row)
+    return columns
 
 
 def stacks(samples: Iterable[Sample] | Iterable[DiffEntry]) -> Columns:
     """One entry per stack; a column for each label that there is."""
     entries: list[Sample | DiffEntry] = list(samples)
     labels = sorted({key for entry in entries for key, _ in entry.labels})
-    found: Columns = {
+    columns: Columns = {
         "size_bytes": [entry.size_bytes for entry in entries],
         "objects": [entry.objects for entry in entries],
         "function": [entry.frames[0].name for entry in entries],
@@ -155,8 +155,8 @@ def stacks(samples: Iterable[Sample] | Iterable[DiffEntry]) -> Columns:
         "stack": [_joined(entry.frames) for entry in entries],
     }
     for label in labels:
-        found[label] = [dict(entry.labels).get(label) for entry in entries]
-    return found
+        columns[label] = [dict(entry.labels).get(label) for entry in entries]
+    return columns
 
 
 class _Names:

@@ -12,6 +12,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.base.profile import HeapProfile, ProfileKind
+from gpumem_otel.snapshot.grouping import Interned
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,11 +42,11 @@ def speedscope_form(
         exporter: the program that wrote it, with its version.
         kind: what to call an empty profile where there is none: speedscope opens no file without.
     """
-    indexes: dict[Frame, int] = {}
-    shown = [_profile(one, indexes) for one in profiles or (HeapProfile(kind, 0, ()),)]
+    frames = Interned()
+    shown = [_profile(one, frames) for one in profiles or (HeapProfile(kind, 0, ()),)]
     return {
         "$schema": SCHEMA,
-        "shared": {"frames": [_frame(frame) for frame in indexes]},
+        "shared": {"frames": [_frame(frame) for frame in frames.all]},
         "profiles": shown,
         "name": name,
         "activeProfileIndex": 0,
@@ -53,7 +54,7 @@ def speedscope_form(
     }
 
 
-def _profile(profile: HeapProfile, indexes: dict[Frame, int]) -> dict[str, Any]:
+def _profile(profile: HeapProfile, frames: Interned) -> dict[str, Any]:
     return {
         "type": "sampled",
         "name": f"device {profile.device}, {profile.kind.value}",
@@ -61,8 +62,7 @@ def _profile(profile: HeapProfile, indexes: dict[Frame, int]) -> dict[str, Any]:
         "startValue": 0,
         "endValue": profile.total_bytes,
         "samples": [
-            [indexes.setdefault(frame, len(indexes)) for frame in reversed(sample.frames)]
-            for sample in profile.samples
+            [frames.index(frame) for frame in reversed(sample.frames)] for sample in profile.samples
         ],
         "weights": [sample.size_bytes for sample in profile.samples],
     }
@@ -117,10 +117,10 @@ def json_form(profile: HeapProfile) -> dict[str, Any]:
     Frames are leaf first, as everywhere here, and listed once: a sample's `stack` holds indexes
     of `frames`.
     """
-    indexes: dict[Frame, int] = {}
+    frames = Interned()
     samples = [
         {
-            "stack": [indexes.setdefault(frame, len(indexes)) for frame in sample.frames],
+            "stack": [frames.index(frame) for frame in sample.frames],
             "objects": sample.objects,
             "size_bytes": sample.size_bytes,
             **({"labels": dict(sample.labels)} if sample.labels else {}),
@@ -139,7 +139,7 @@ def json_form(profile: HeapProfile) -> dict[str, Any]:
         "stack_order": "leaf first",
         "frames": [
             {"name": frame.name, "filename": frame.filename, "line": frame.line}
-            for frame in indexes
+            for frame in frames.all
         ],
         "samples": samples,
     }

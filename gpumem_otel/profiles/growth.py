@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from gpumem_otel.base.aggregate import samples_of
 from gpumem_otel.base.profile import HeapProfile, ProfileKind
-from gpumem_otel.base.sums import samples_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from gpumem_otel.base.aggregate import Totals
     from gpumem_otel.base.protocols import Pause
-    from gpumem_otel.base.sums import Sums
 
 _EVERY = 16
 
@@ -52,10 +52,10 @@ class Growth:
     def add(
         self, live: Sequence[HeapProfile], pause: Pause | None = None
     ) -> tuple[HeapProfile, ...]:
-        """Take the newest live profiles, one per device, and say what has grown.
+        """Take the newest live profiles, one per device, and return what has grown.
 
         Only what has grown is in the profile, since no server takes negative numbers; what has
-        shrunk is told in the comments, as one number. Grown minus shrunk is the difference of
+        shrunk is one number in the comments. Grown minus shrunk is the difference of
         the two totals, exactly.
 
         Args:
@@ -76,7 +76,7 @@ class Growth:
 
 
 def _grown(before: _Kept, newest: _Kept, profile: HeapProfile, pause: Pause | None) -> HeapProfile:
-    sums: Sums = {}
+    totals: Totals = {}
     shrunk = grown = 0
     gone = dict(before.sizes)
     for count, sample in enumerate(profile.samples):
@@ -86,11 +86,11 @@ def _grown(before: _Kept, newest: _Kept, profile: HeapProfile, pause: Pause | No
         grown += max(more_bytes, 0)
         shrunk += max(-more_bytes, 0)
         if more_objects > 0 or more_bytes > 0:
-            sums[sample.frames, sample.labels] = [max(more_objects, 0), max(more_bytes, 0)]
+            totals[sample.frames, sample.labels] = [max(more_objects, 0), max(more_bytes, 0)]
         if pause is not None and not count % _EVERY:
             pause()
     shrunk += sum(size for _, size in gone.values())
-    told = (
+    sentence = (
         f"{grown} bytes more in stacks that have grown, {shrunk} fewer in stacks that have "
         f"shrunk; in all {newest.total_bytes - before.total_bytes:+d}"
     )
@@ -98,8 +98,8 @@ def _grown(before: _Kept, newest: _Kept, profile: HeapProfile, pause: Pause | No
     return HeapProfile(
         ProfileKind.GROWTH,
         profile.device,
-        samples_of(sums, pause),
+        samples_of(totals, pause),
         profile.time_ns,
-        comments=(f"growth of live memory over {seconds:.3f} s, by stack", told),
+        comments=(f"growth of live memory over {seconds:.3f} s, by stack", sentence),
         sizes=profile.sizes,
     )

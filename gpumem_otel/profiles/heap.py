@@ -1,7 +1,7 @@
 """Heap profiles: built from snapshots, budgeted, merged, compared, and checked.
 
-Every function keeps the books closed: what it can not show by its stack it shows under a named
-root, so that totals are those of the allocator, byte for byte.
+Memory that cannot be shown by its stack is shown under a named root, so that totals equal those of
+the allocator, byte for byte.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gpumem_otel.base.aggregate import add, order_key, samples_of, scale, sum_up
 from gpumem_otel.base.profile import Frame, HeapProfile, ProfileKind, Sizes
-from gpumem_otel.base.sums import add, order_key, samples_of, scale, sum_up
 from gpumem_otel.snapshot.labels import labeller
 from gpumem_otel.snapshot.roots import builder_for, recorded_root, stackless_root
 from gpumem_otel.snapshot.stacks import (
@@ -23,9 +23,9 @@ from gpumem_otel.snapshot.tensor_classes import CLASS_LABEL, TensorClass, class_
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from gpumem_otel.base.aggregate import Labels, Totals
     from gpumem_otel.base.profile import Sample, Stack
     from gpumem_otel.base.protocols import FrameNamer, Pause, StacklessRule
-    from gpumem_otel.base.sums import Labels, Sums
     from gpumem_otel.snapshot.labels import Label
     from gpumem_otel.snapshot.snapshot import TorchSnapshot
     from gpumem_otel.snapshot.tensor_classes import ClassAs, Classifier
@@ -82,9 +82,9 @@ def live_profile(
         time_ns: moment of the reading, nanoseconds since 1970.
         pause: called after every stack.
         max_depth: frames per stack; the middle is cut.
-        label: what samples are labelled with beside; only for files, it plays the trace through.
+        label: an additional label of the samples; only for files, since it replays the trace.
         classifier: tells tensor classes; not together with `label`.
-        class_as: where the class stands: as the root frame, or as the label `tensor_class`.
+        class_as: where the class is shown: as the root frame, or as the label `tensor_class`.
     """
     as_root = classifier is not None and class_as == "root"
     builder = builder_for(snapshot, namer, max(max_depth - as_root, 1))
@@ -94,7 +94,7 @@ def live_profile(
         labels = labeller(snapshot, replay, label)
         labelled = _replayed(replay, alive, builder, labels, blocks=True)
         return HeapProfile(ProfileKind.LIVE, device, samples_of(labelled), time_ns)
-    sums: Sums = {}
+    totals: Totals = {}
     for count, group in enumerate(snapshot.live_groups(device, pause, classifier), 1):
         found = group.tensor_class
         if group.frames:
@@ -109,10 +109,10 @@ def live_profile(
         key: tuple[Stack, Labels] = (stack, ())
         if classifier is not None and found is not None:
             key = ((*stack, _CLASS_FRAMES[found]), ()) if as_root else (stack, _CLASS_LABELS[found])
-        add(sums, key, group.objects, group.size_bytes)
+        add(totals, key, group.objects, group.size_bytes)
         if pause is not None and (group.frames or not count % _BLOCKS_PER_PAUSE):
             pause()
-    return HeapProfile(ProfileKind.LIVE, device, samples_of(sums, pause), time_ns)
+    return HeapProfile(ProfileKind.LIVE, device, samples_of(totals, pause), time_ns)
 
 
 def allocated_profile(
@@ -149,13 +149,13 @@ def allocated_profile(
         duration_ns: length of the interval.
         pause: called after every stack.
         max_depth: frames per stack; the middle is cut.
-        label: what samples are labelled with beside; only for files, it plays the trace through.
+        label: an additional label of the samples; only for files, since it replays the trace.
         between_us: only events of this time, its end left out, microseconds since 1970; the
             counters are of more, and what was seen stands for all of it.
         labels_of: labels of an event, in place of `label`, without playing the trace through.
     """
     builder = builder_for(snapshot, namer, max_depth)
-    sums: Sums = {}
+    totals: Totals = {}
     if label is None:
         since_us, until_us = between_us or (None, None)
         for group in snapshot.event_groups(
@@ -165,13 +165,13 @@ def allocated_profile(
                 stack = builder.build(group.frames)
             else:
                 stack = builder.root(recorded_root(stackless, device, group.address))
-            add(sums, (stack, group.labels), group.objects, group.size_bytes)
+            add(totals, (stack, group.labels), group.objects, group.size_bytes)
             if pause is not None:
                 pause()
     else:
         replay = snapshot.replay(device)
-        sums = _replayed(replay, replay.traced, builder, labeller(snapshot, replay, label))
-    recorded = samples_of(sums, pause)
+        totals = _replayed(replay, replay.traced, builder, labeller(snapshot, replay, label))
+    recorded = samples_of(totals, pause)
     seen = sum(sample.objects for sample in recorded)
     sizes, missed_bytes, size_comment = scale(
         [s.size_bytes for s in recorded], requested_total_bytes, "bytes", _BYTES_COUNTER
@@ -179,7 +179,7 @@ def allocated_profile(
     objects, missed_objects, object_comment = scale(
         [s.objects for s in recorded], objects_total, "objects", _OBJECTS_COUNTER
     )
-    scaled: Sums = {}
+    scaled: Totals = {}
     for sample, number, size in zip(recorded, objects, sizes, strict=True):
         if number or size:
             add(scaled, (sample.frames, sample.labels), number, size)
@@ -202,36 +202,6 @@ def allocated_profile(
     )
 
 
-def peak_profile(
-    snapshot: TorchSnapshot,
-    device: int,
-    *,
-    namer: FrameNamer,
-    time_ns: int = 0,
-    max_depth: int = 512,
-    label: Label | None = None,
-) -> HeapProfile:
-    """What was alive at the moment of the trace at which most was, by stack, in requested bytes.
-
-    The total is the maximum of `snapshot.replay(device).allocated_bytes`. Memory from before the
-    trace counts.
-
-    Args:
-        snapshot: what to read.
-        device: torch's index.
-        namer: names Python frames; not asked where the snapshot's names are final.
-        time_ns: moment of the reading; by default that of the event, where it is known.
-        max_depth: frames per stack; the middle is cut.
-        label: what samples are labelled with beside.
-
-    Raises:
-        SnapshotError: the sizes in the trace are no sizes.
-    """
-    return replayed_profile(
-        snapshot, device, namer=namer, time_ns=time_ns, max_depth=max_depth, label=label
-    )
-
-
 def replayed_profile(
     snapshot: TorchSnapshot,
     device: int,
@@ -244,6 +214,9 @@ def replayed_profile(
 ) -> HeapProfile:
     """What was alive at a moment of the trace, by stack, in requested bytes.
 
+    The total is that of `snapshot.replay(device).allocated_bytes` at the moment. Memory from before
+    the trace counts.
+
     Args:
         snapshot: what to read.
         device: torch's index.
@@ -251,21 +224,21 @@ def replayed_profile(
         moment: see `Replay`; None: that of the peak, and the profile is of that kind.
         time_ns: moment of the reading; by default that of the event, where it is known.
         max_depth: frames per stack; the middle is cut.
-        label: what samples are labelled with beside.
+        label: an additional label of the samples.
 
     Raises:
-        SnapshotError: the sizes in the trace are no sizes.
+        SnapshotError: sizes in the trace are invalid.
         ValueError: there is no such moment.
     """
     replay = snapshot.replay(device)
     at = replay.peak_moment if moment is None else moment
     labels = None if label is None else labeller(snapshot, replay, label)
-    sums = _replayed(replay, replay.alive(at), builder_for(snapshot, namer, max_depth), labels)
+    totals = _replayed(replay, replay.alive(at), builder_for(snapshot, namer, max_depth), labels)
     where = f"after event {at} of {replay.events}" if replay.events else "no events: the dump"
     return HeapProfile(
         ProfileKind.PEAK if moment is None else ProfileKind.LIVE,
         device,
-        samples_of(sums),
+        samples_of(totals),
         time_ns or _nanoseconds(replay.time_us[at]),
         comments=(_REQUESTED, where),
         sizes=Sizes.REQUESTED,
@@ -284,27 +257,23 @@ def _replayed(
     labels: Callable[[int], Labels] | None = None,
     *,
     blocks: bool = False,
-) -> Sums:
-    """Sums over allocations of a replay: of requested bytes, or of the blocks that they hold."""
+) -> Totals:
+    """Totals over allocations of a replay: of requested bytes, or of the blocks that they hold."""
     by_index: dict[tuple[int, bool, Labels], list[int]] = {}
     sizes = replay.block_bytes if blocks else replay.size_bytes
     stacks, traced = replay.stack, replay.traced
     for index in indexes:
         # what is older than the trace was not recorded; what came after it is where it had been
         key = (stacks[index], index >= traced.start, () if labels is None else labels(index))
-        entry = by_index.get(key)
-        if entry is None:
-            entry = by_index[key] = [0, 0]
-        entry[0] += 1
-        entry[1] += sizes[index]
-    sums: Sums = {}
+        add(by_index, key, 1, sizes[index])
+    totals: Totals = {}
     for (stack, has_event, tags), (objects, size) in by_index.items():
         if stack:
             shown = builder.build(replay.stacks[stack])
         else:
             shown = builder.root(stackless_root(has_event))
-        add(sums, (shown, tags), objects, size)
-    return sums
+        add(totals, (shown, tags), objects, size)
+    return totals
 
 
 def apply_budget(profile: HeapProfile, *, max_samples: int) -> HeapProfile:
@@ -315,20 +284,20 @@ def apply_budget(profile: HeapProfile, *, max_samples: int) -> HeapProfile:
     limit = max(1, max_samples)
     if len(profile.samples) <= limit:
         return profile
-    sums = sum_up(profile.samples)
-    if len(sums) > limit:
-        ordered = samples_of(sums)
+    totals = sum_up(profile.samples)
+    if len(totals) > limit:
+        ordered = samples_of(totals)
         rests = {_rest_of(sample) for sample in ordered}
         kept = [s for s in ordered if (s.frames, s.labels) not in rests]
         del kept[max(limit - len(rests), 0) :]
         whole = len(rests) > limit  # no room for each class
         of_kept = {(sample.frames, sample.labels): sample for sample in kept}
-        sums = sum_up(kept)
+        totals = sum_up(kept)
         for sample in ordered:
             if (sample.frames, sample.labels) not in of_kept:
                 key = ((Frame(OTHER),), ()) if whole else _rest_of(sample)
-                add(sums, key, sample.objects, sample.size_bytes)
-    return replace(profile, samples=samples_of(sums))
+                add(totals, key, sample.objects, sample.size_bytes)
+    return replace(profile, samples=samples_of(totals))
 
 
 def _rest_of(sample: Sample) -> tuple[Stack, Labels]:
@@ -351,7 +320,7 @@ def merge(profiles: Iterable[HeapProfile]) -> HeapProfile:
     kind = parts[0].kind
     if any(part.kind is not kind for part in parts):
         raise ValueError("profiles of different kinds do not add up")
-    sizes = alike(parts)
+    sizes = common_sizes(parts)
     devices = {part.device for part in parts}
     return HeapProfile(
         kind,
@@ -364,19 +333,19 @@ def merge(profiles: Iterable[HeapProfile]) -> HeapProfile:
     )
 
 
-def alike(profiles: Iterable[HeapProfile]) -> Sizes:
-    """What the bytes of all the profiles are; empty ones go with any.
+def common_sizes(profiles: Iterable[HeapProfile]) -> Sizes:
+    """What kind of bytes all the profiles have; empty ones fit any.
 
     Raises:
         ValueError: some are requested bytes, some those of the allocator.
     """
     parts = list(profiles)
-    found = {part.sizes for part in parts if part.samples} or {parts[-1].sizes}
-    if len(found) > 1:
+    sizes = {part.sizes for part in parts if part.samples} or {parts[-1].sizes}
+    if len(sizes) > 1:
         raise ValueError(
             "requested bytes (of a trace) and bytes of the allocator's blocks do not compare"
         )
-    return found.pop()
+    return sizes.pop()
 
 
 def diff(before: HeapProfile, after: HeapProfile) -> tuple[DiffEntry, ...]:
@@ -387,7 +356,7 @@ def diff(before: HeapProfile, after: HeapProfile) -> tuple[DiffEntry, ...]:
     Raises:
         ValueError: one is in requested bytes, the other in those of the allocator.
     """
-    alike((before, after))
+    common_sizes((before, after))
     changes = sum_up(after.samples)
     for sample in before.samples:
         add(changes, (sample.frames, sample.labels), -sample.objects, -sample.size_bytes)
@@ -403,7 +372,7 @@ def diff(before: HeapProfile, after: HeapProfile) -> tuple[DiffEntry, ...]:
 
 
 def check(profile: HeapProfile, allocated_bytes: int | None = None) -> tuple[str, ...]:
-    """What is wrong with a profile, one sentence each; () where the books are closed.
+    """What is wrong with a profile, one sentence each; () where the totals match.
 
     Args:
         profile: the profile.

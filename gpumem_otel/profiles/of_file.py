@@ -1,6 +1,6 @@
-"""A file that was read, whichever kind it is, and the profiles that it can give.
+"""A file of either kind, and the profiles that can be made of it.
 
-| kind | a snapshot file | a recording of ours |
+| kind | a snapshot file | one of our recordings |
 | --- | --- | --- |
 | live | its blocks | the blocks of its last reading |
 | allocated | the events in its trace | its last window, scaled to the allocator's counters |
@@ -17,9 +17,10 @@ from gpumem_otel.base.profile import ProfileKind
 from gpumem_otel.errors import NoHistoryError, SnapshotError
 from gpumem_otel.profiles import heap
 from gpumem_otel.profiles.pinned import pinned_profile
-from gpumem_otel.snapshot.load import RecordingBytes, check, decode, read_all
+from gpumem_otel.snapshot.load import RecordingBytes, decode, read_all
 from gpumem_otel.snapshot.snapshot import TorchSnapshot, from_file
 from gpumem_otel.snapshot.stacks import file_function_namer
+from gpumem_otel.snapshot.validate import check
 
 if TYPE_CHECKING:
     import os
@@ -36,7 +37,7 @@ class OpenedFile:
 
     Attributes:
         snapshot: the snapshot; of a recording its last reading.
-        recording: all of it, where it is a recording of ours.
+        recording: all of it, where it is one of our recordings.
     """
 
     snapshot: TorchSnapshot
@@ -56,12 +57,12 @@ class OpenedFile:
             kind: live, allocated, peak or pinned; pinned memory is of no device: one profile,
                 under the lowest or the one asked for.
             device: only this one.
-            label: what samples are labelled with beside; recorded windows have none.
-            time_ns: moment of the reading, where the file does not tell it.
+            label: an additional label of the samples; recorded windows have none.
+            time_ns: moment of the reading, where it is not in the file.
 
         Raises:
             NoHistoryError: the kind needs events, or pinned memory, and the file holds none.
-            SnapshotError: the sizes in a trace are no sizes.
+            SnapshotError: sizes in the trace are invalid.
             ValueError: files hold no profiles of this kind.
         """
         if kind is ProfileKind.ALLOCATED:
@@ -74,9 +75,9 @@ class OpenedFile:
             raise ValueError(f"no file holds a profile of kind {kind.value}")
         return tuple(
             heap.live_profile(
-                self.snapshot, one, namer=file_function_namer, time_ns=time_ns, label=label
+                self.snapshot, number, namer=file_function_namer, time_ns=time_ns, label=label
             )
-            for one in self._chosen(self.snapshot.devices(), device)
+            for number in self._chosen(self.snapshot.devices(), device)
         )
 
     def has(self, kind: ProfileKind) -> bool:
@@ -92,11 +93,11 @@ class OpenedFile:
 
     def warnings_of(self, kind: ProfileKind) -> tuple[str, ...]:
         """What a reader of profiles of this kind should know, one sentence each."""
-        told = self.snapshot.warnings
+        warnings = self.snapshot.warnings
         if kind is ProfileKind.PEAK and self.recording is None:
             for device in filter(self.snapshot.has_timeline, self.snapshot.devices()):
-                told += self.snapshot.replay(device).warnings
-        return told
+                warnings += self.snapshot.replay(device).warnings
+        return warnings
 
     def window(self) -> tuple[TorchSnapshot, RecordedWindow] | None:
         """The last window of a recording with its events; None where it is a snapshot file.
@@ -117,21 +118,21 @@ class OpenedFile:
     def _allocated(
         self, device: int | None, label: Label | None, time_ns: int
     ) -> tuple[HeapProfile, ...]:
-        found = self.window()
-        if found is not None:
-            snapshot, window = found
+        last = self.window()
+        if last is not None:
+            snapshot, window = last
             chosen = self._chosen(snapshot.devices(), device)
-            return tuple(window_profile(snapshot, window, one, label=label) for one in chosen)
+            return tuple(window_profile(snapshot, window, number, label=label) for number in chosen)
         return tuple(
             heap.allocated_profile(
                 self.snapshot,
-                one,
+                number,
                 namer=file_function_namer,
                 time_ns=time_ns,
                 duration_ns=0,
                 label=label,
             )
-            for one in self._with_events(device, "to see what was allocated", _allocates)
+            for number in self._with_events(device, "to see what was allocated", _allocates)
         )
 
     def _peak(
@@ -139,12 +140,12 @@ class OpenedFile:
     ) -> tuple[HeapProfile, ...]:
         if self.recording is not None:
             devices = self._chosen(self.snapshot.devices(), device)
-            return tuple(_fullest(self.recording, one, label) for one in devices)
+            return tuple(_fullest(self.recording, number, label) for number in devices)
         return tuple(
-            heap.peak_profile(
-                self.snapshot, one, namer=file_function_namer, time_ns=time_ns, label=label
+            heap.replayed_profile(
+                self.snapshot, number, namer=file_function_namer, time_ns=time_ns, label=label
             )
-            for one in self._with_events(device, "to see the peak", TorchSnapshot.has_timeline)
+            for number in self._with_events(device, "to see the peak", TorchSnapshot.has_timeline)
         )
 
     def _pinned(self, device: int | None, time_ns: int) -> tuple[HeapProfile, ...]:
@@ -160,21 +161,27 @@ class OpenedFile:
         self, device: int | None, why: str, have: Callable[[TorchSnapshot, int], bool]
     ) -> tuple[int, ...]:
         snapshot = self.snapshot
-        found = tuple(
-            one for one in self._chosen(snapshot.devices(), device) if have(snapshot, one)
+        having = tuple(
+            number for number in self._chosen(snapshot.devices(), device) if have(snapshot, number)
         )
-        if not found:
-            one_event = have is not _allocates and any(map(snapshot.raw_events, snapshot.devices()))
-            what = "a single event, which is no timeline" if one_event else "no allocation events"
+        if not having:
+            single_event = have is not _allocates and any(
+                map(snapshot.raw_events, snapshot.devices())
+            )
+            content = (
+                "a single event, which is no timeline" if single_event else "no allocation events"
+            )
             raise NoHistoryError(
-                f"{snapshot.source}: holds {what}; record history "
+                f"{snapshot.source}: holds {content}; record history "
                 f"(torch.cuda.memory._record_memory_history()) {why}; what was alive is --kind live"
             )
-        return found
+        return having
 
     @staticmethod
     def _chosen(devices: tuple[int, ...], device: int | None) -> tuple[int, ...]:
-        return devices if device is None else tuple(one for one in devices if one == device)
+        return (
+            devices if device is None else tuple(number for number in devices if number == device)
+        )
 
 
 def _allocates(snapshot: TorchSnapshot, device: int) -> bool:
@@ -190,7 +197,7 @@ def window_profile(
         snapshot: the window's own, with its events.
         window: for its counters and its length.
         device: torch's index.
-        label: what samples are labelled with beside.
+        label: an additional label of the samples.
     """
     return heap.allocated_profile(
         snapshot,
@@ -240,7 +247,7 @@ def open_file(path: str | os.PathLike[str] | BinaryIO, *, name: str | None = Non
     """Read a file, as `load_snapshot` does.
 
     Raises:
-        SnapshotError: it can not be read or is no snapshot.
+        SnapshotError: it cannot be read or is no snapshot.
     """
     return open_bytes(*read_all(path, name))
 
@@ -255,10 +262,10 @@ def open_bytes(data: bytes, source: str) -> OpenedFile:
 
 
 def parse_snapshot(data: bytes, source: str) -> TorchSnapshot:
-    """Read a snapshot file's bytes: pickle, JSON, or a recording of ours; plain or gzip.
+    """Read a snapshot file's bytes: pickle, JSON, or one of our recordings; plain or gzip.
 
     The kind is found by content. Nothing in the data is run, and what reading it takes is bounded
-    by its size: see `unpickle`, `fileform` and `rawcheck`.
+    by its size: see `unpickle`, `load` and `validate`.
 
     Args:
         data: the whole file.
@@ -271,7 +278,7 @@ def parse_snapshot(data: bytes, source: str) -> TorchSnapshot:
 
 
 def parse(data: bytes, source: str) -> tuple[TorchSnapshot, Recording | None]:
-    """As `parse_snapshot`, and of a recording of ours all the rest of it too.
+    """As `parse_snapshot`, and of one of our recordings all the rest of it too.
 
     Raises:
         SnapshotError: it is no readable snapshot; no other error leaves this function.
@@ -298,21 +305,21 @@ def raw_or_recording(data: bytes, source: str) -> object:
     except MemoryError:
         raise SnapshotError(source, "it does not fit into memory") from None
     except Exception as error:
-        # nothing known ends here; a stranger's file must still not be able to raise what it likes
-        raise SnapshotError(source, f"can not be read: {type(error).__name__}") from error
+        # no known case; an untrusted file must still not raise any other error
+        raise SnapshotError(source, f"cannot be read: {type(error).__name__}") from error
 
 
 def load_snapshot(
     path: str | os.PathLike[str] | BinaryIO, *, name: str | None = None
 ) -> TorchSnapshot:
-    """Read a snapshot file; of a recording of ours the last snapshot in it.
+    """Read a snapshot file; of one of our recordings the last snapshot in it.
 
     Args:
         path: file name, or a file open for reading bytes.
         name: what messages call it, by default its name.
 
     Raises:
-        SnapshotError: it can not be read or is no snapshot.
+        SnapshotError: it cannot be read or is no snapshot.
     """
     data, source = read_all(path, name)
     return parse_snapshot(data, source)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from gpumem_otel.base.aggregate import add, samples_of
 from gpumem_otel.base.profile import Frame, HeapProfile, ProfileKind
-from gpumem_otel.base.sums import add, samples_of
 from gpumem_otel.snapshot.grouping import Grouper
 from gpumem_otel.snapshot.roots import builder_for
 from gpumem_otel.snapshot.stacks import NOT_RECORDED
@@ -18,12 +18,12 @@ from gpumem_otel.snapshot.stacks import NOT_RECORDED
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from gpumem_otel.base.aggregate import Totals
     from gpumem_otel.base.protocols import FrameNamer, Pause
-    from gpumem_otel.base.sums import Sums
     from gpumem_otel.snapshot.snapshot import TorchSnapshot
 
 CACHED: Final = "[cached pinned memory]"
-"""Root of what is not in use, or not any more, and stays pinned for the next one who asks."""
+"""Root of memory that is not in use and stays pinned for the next allocation."""
 
 _SIZE_KEYS: Final = ("size", "total_size")
 _PAUSE_EVERY: Final = 32
@@ -77,20 +77,20 @@ def pinned_profile(
         else:
             cached.append(_size(segment))
     grouper.add(used)
-    sums: Sums = {}
+    totals: Totals = {}
     for frames, objects, size, _ in grouper.groups:
-        add(sums, (builder.build(frames), ()), objects, size)
+        add(totals, (builder.build(frames), ()), objects, size)
         if pause is not None:
             pause()
     if bare := grouper.bare:
         size = sum(segment["size"] for segment in bare)
-        add(sums, (builder.root(NOT_RECORDED), ()), len(bare), size)
+        add(totals, (builder.root(NOT_RECORDED), ()), len(bare), size)
     if cached:
-        add(sums, (builder.root(CACHED), ()), len(cached), sum(cached))
+        add(totals, (builder.root(CACHED), ()), len(cached), sum(cached))
     return HeapProfile(
         ProfileKind.PINNED,
         device,
-        samples_of(sums, pause),
+        samples_of(totals, pause),
         time_ns,
         comments=("pinned host memory of this process",),
     )
@@ -105,14 +105,14 @@ def pinned_total(total_bytes: int, device: int, time_ns: int, why: str) -> HeapP
         time_ns: nanoseconds since 1970.
         why: there are no stacks, one sentence.
     """
-    sums: Sums = {}
+    totals: Totals = {}
     if total_bytes:
-        # how many pieces it is nobody tells: one, so that a server does not drop the sample
-        add(sums, ((Frame(NOT_RECORDED),), ()), 1, total_bytes)
+        # the number of pieces is unknown: one, so that a server does not drop the sample
+        add(totals, ((Frame(NOT_RECORDED),), ()), 1, total_bytes)
     return HeapProfile(
         ProfileKind.PINNED,
         device,
-        samples_of(sums),
+        samples_of(totals),
         time_ns,
         comments=("pinned host memory of this process", why),
     )

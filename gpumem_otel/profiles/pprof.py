@@ -19,6 +19,7 @@ from __future__ import annotations
 import zlib
 from typing import TYPE_CHECKING
 
+from gpumem_otel.base.aggregate import add
 from gpumem_otel.base.profile import Frame, ProfileKind, Sample
 from gpumem_otel.errors import EncodeError
 from gpumem_otel.profiles import pprof_reader
@@ -62,7 +63,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 decode = pprof_reader.decode
-"""The reader, beside the writer for those who check what they send."""
+"""The reader, to check what was written."""
 
 
 def encode(
@@ -83,7 +84,7 @@ def encode(
             that pulls knows the labels of the target only), and each device a snapshot count of
             its own; otherwise the profiles together count as one snapshot.
         max_bytes: where the encoding would be larger, only the largest samples that fit are kept;
-            the others become one sample `[other]` per profile, tensor class and label set. Sums
+            the others become one sample `[other]` per profile, tensor class and label set. Totals
             stay the same.
         kind: what to call the types where there is no profile at all.
         pause: called after every 16 samples, and after each with frames not met before.
@@ -187,7 +188,7 @@ class _Writer:
         )
 
     def add(self, samples: Sequence[Sample], labels: _Labels, snapshots: int = 0) -> None:
-        """Append samples, all with these labels beside their own."""
+        """Append samples, all with these labels in addition to their own."""
         packed_id = self._packed_ids.__getitem__
         join = b"".join
         third = varint(snapshots)
@@ -369,14 +370,15 @@ def _merge_rest(
 ) -> list[Sample]:
     """The kept samples in their order, then what `[other]` holds; an `[other]` is extended."""
     out = []
-    rest: dict[tuple[Stack, _Labels], tuple[int, int]] = {}
+    rest: dict[tuple[Stack, _Labels], list[int]] = {}
     for index, sample in enumerate(samples):
         other = other_stack(sample.frames)
         if index in kept and sample.frames != other:
             out.append(sample)
             continue
         key = other, sample.labels if keep_labels else ()
-        objects, size_bytes = rest.get(key, (0, 0))
-        rest[key] = (objects + sample.objects, size_bytes + sample.size_bytes)
-    out += [Sample(stack, *totals, labels) for (stack, labels), totals in rest.items()]
+        add(rest, key, sample.objects, sample.size_bytes)
+    out += [
+        Sample(stack, objects, size, labels) for (stack, labels), (objects, size) in rest.items()
+    ]
     return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpumem_otel.base.aggregate import add
 from gpumem_otel.base.profile import Sizes
 from gpumem_otel.base.text import human_bytes, percent, printable, table
 from gpumem_otel.snapshot.stacks import basename
@@ -165,28 +166,26 @@ def _line(frame: Frame) -> str:
 
 
 def _rows_by_label(profile: HeapProfile, key: str) -> list[TopRow]:
-    sums: dict[str, list[int]] = {}
+    totals: dict[str, list[int]] = {}
     for sample in profile.samples:
         value = dict(sample.labels).get(key)
         if value is None:
             raise ValueError(f"top by {key!r}: neither a way to sum up nor a label of each sample")
-        entry = sums.setdefault(value, [0, 0])
-        entry[0] += sample.objects
-        entry[1] += sample.size_bytes
-    rows = [TopRow(name, own, size, size) for name, (own, size) in sums.items()]
+        add(totals, value, sample.objects, sample.size_bytes)
+    rows = [TopRow(name, own, size, size) for name, (own, size) in totals.items()]
     rows.sort(key=lambda row: (-row.self_bytes, row.name))
     return rows
 
 
 def _rows_by(profile: HeapProfile, name_of: Callable[[Frame], str]) -> list[TopRow]:
-    sums: dict[str, list[int]] = {}
+    totals: dict[str, list[int]] = {}
     for sample in profile.samples:
-        own = sums.setdefault(name_of(sample.frames[0]), [0, 0, 0])
+        own = totals.setdefault(name_of(sample.frames[0]), [0, 0, 0])
         own[0] += sample.objects
         own[1] += sample.size_bytes
         for name in {name_of(frame) for frame in sample.frames}:
-            sums.setdefault(name, [0, 0, 0])[2] += sample.size_bytes
-    rows = [TopRow(name, own, size, total) for name, (own, size, total) in sums.items()]
+            totals.setdefault(name, [0, 0, 0])[2] += sample.size_bytes
+    rows = [TopRow(name, own, size, total) for name, (own, size, total) in totals.items()]
     rows.sort(key=lambda row: (-row.self_bytes, -row.total_bytes, row.name))
     return rows
 

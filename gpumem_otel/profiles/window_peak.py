@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpumem_otel.base.aggregate import add, samples_of
 from gpumem_otel.base.profile import Frame, HeapProfile, ProfileKind, Sizes
-from gpumem_otel.base.sums import add, samples_of
 from gpumem_otel.snapshot.roots import builder_for, recorded_root
 from gpumem_otel.snapshot.stacks import BEFORE_INSTALL, NO_PYTHON_FRAME, PEAK_NOT_RECORDED
 from gpumem_otel.snapshot.tensor_classes import CLASS_LABEL, TensorClass, class_of_root
@@ -19,9 +19,9 @@ from gpumem_otel.snapshot.trace import PIECE
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from gpumem_otel.base.aggregate import Labels, Totals
     from gpumem_otel.base.profile import DeviceStats, Stack
     from gpumem_otel.base.protocols import FrameNamer, Pause
-    from gpumem_otel.base.sums import Labels, Sums
     from gpumem_otel.snapshot.reading import Reading
     from gpumem_otel.snapshot.tensor_classes import ClassAs, Classifier
     from gpumem_otel.snapshot.torch_format import RawBlock
@@ -35,7 +35,7 @@ _REQUESTED = "sizes are requested bytes, before the allocator rounds them"
 
 @dataclass(frozen=True, slots=True)
 class PeakCounter:
-    """What the allocator's own peak of requested bytes tells beside a window.
+    """The allocator's own peak of requested bytes, next to that of a window.
 
     Attributes:
         before_bytes: the counter when the profile before this one was made, 0 where there was none.
@@ -46,9 +46,9 @@ class PeakCounter:
     now: DeviceStats | None = None
 
     def reached_bytes(self) -> int:
-        """The highest moment since the profile before, where the counter tells; else 0.
+        """The highest moment since the profile before, where the counter shows it, else 0.
 
-        A counter that stands still tells nothing: some earlier time was higher. One that has
+        A counter that has not moved proves nothing: an earlier moment was higher. One that has
         fallen was reset by the job meanwhile, and has counted anew since. The counter of requested
         bytes goes on counting what is freed and waits for another stream; so it is held against
         that of allocated bytes, which does not.
@@ -85,42 +85,42 @@ def window_peak(
     Raises:
         SnapshotError: the sizes in the trace are no sizes.
     """
-    replay = reading.snapshot.replay(device, pause=pause, frees_tell=True)
+    replay = reading.snapshot.replay(device, pause=pause, frees_have_stacks=True)
     moment = replay.peak_moment
     highest = replay.allocated_bytes[moment]
-    sums = _sums(reading, replay, moment, namer, pause, max_depth, class_as)
+    totals = _totals(reading, replay, moment, namer, pause, max_depth, class_as)
     missed = max(counter.reached_bytes() - highest, 0)
     if missed:
-        add(sums, ((Frame(PEAK_NOT_RECORDED),), ()), 0, missed)
-    told = [_REQUESTED, *comments, f"highest moment of the window: {highest} bytes"]
+        add(totals, ((Frame(PEAK_NOT_RECORDED),), ()), 0, missed)
+    sentences = [_REQUESTED, *comments, f"highest moment of the window: {highest} bytes"]
     now = counter.now
     if now is not None:
-        told.append(
+        sentences.append(
             f"the allocator's own peak: {now.requested_peak_bytes} bytes requested, "
             f"{now.allocated_peak_bytes} in its blocks"
         )
     if missed:
-        told.append(
+        sentences.append(
             f"{PEAK_NOT_RECORDED}: since the profile before this one the allocator has held "
             f"{missed} bytes more, outside of the window"
         )
     return HeapProfile(
         ProfileKind.PEAK,
         device,
-        samples_of(sums, pause),
+        samples_of(totals, pause),
         _time_of(replay, moment, reading.time_ns),
-        comments=tuple(told),
+        comments=tuple(sentences),
         sizes=Sizes.REQUESTED,
     )
 
 
 def _time_of(replay: Replay, moment: int, read_ns: int) -> int:
-    """When the moment was; where torch's clock says something odd, when it was read."""
+    """When the moment was; where torch's clock is implausible, when it was read."""
     time_ns = replay.time_us[moment] * 1000
     return time_ns if read_ns - _LONGEST_NS <= time_ns <= read_ns else read_ns
 
 
-def _sums(  # noqa: PLR0917
+def _totals(  # noqa: PLR0917
     reading: Reading,
     replay: Replay,
     moment: int,
@@ -128,7 +128,7 @@ def _sums(  # noqa: PLR0917
     pause: Pause | None,
     max_depth: int,
     class_as: ClassAs | None,
-) -> Sums:
+) -> Totals:
     classifier = None if class_as is None else reading.classifier
     as_root = classifier is not None and class_as == "root"
     builder = builder_for(reading.snapshot, namer, max(max_depth - as_root, 1))
@@ -143,18 +143,18 @@ def _sums(  # noqa: PLR0917
             entry = groups[key] = [0, 0]
         entry[0] += 1
         entry[1] += replay.size_bytes[index]
-    sums: Sums = {}
-    for (number, root, found), (objects, size) in groups.items():
+    totals: Totals = {}
+    for (number, root, tensor_class), (objects, size) in groups.items():
         shown: Stack = builder.root(root) if root else builder.build(replay.stacks[number])
         labels: Labels = ()
-        if found is not None and as_root:
-            shown = (*shown, Frame(found.value))
-        elif found is not None:
-            labels = ((CLASS_LABEL, found.value),)
-        add(sums, (shown, labels), objects, size)
+        if tensor_class is not None and as_root:
+            shown = (*shown, Frame(tensor_class.value))
+        elif tensor_class is not None:
+            labels = ((CLASS_LABEL, tensor_class.value),)
+        add(totals, (shown, labels), objects, size)
         if pause is not None:
             pause()
-    return sums
+    return totals
 
 
 def _alive(replay: Replay, moment: int, pause: Pause | None) -> Iterator[int]:
@@ -197,10 +197,10 @@ class _Classes:
         if root:
             return class_of_root(root)
         stack = replay.stack[index]
-        found = self._by_stack.get(stack)
-        if found is None:
-            found = self._by_stack[stack] = classifier.of_stack(replay.stacks[stack])
-        return found
+        tensor_class = self._by_stack.get(stack)
+        if tensor_class is None:
+            tensor_class = self._by_stack[stack] = classifier.of_stack(replay.stacks[stack])
+        return tensor_class
 
 
 def _block(replay: Replay, index: int) -> RawBlock:

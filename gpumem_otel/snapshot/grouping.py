@@ -1,15 +1,14 @@
 """Blocks and events by stack, straight from torch's dicts: the hot path of every read-out.
 
-Nothing is made per block. Torch and pickle share frames, so that two stacks are the same if their
-frames are the same objects; 30 identities are a few machine instructions to compare, but 30 new
-integers to use as a key. So stacks are looked up by their length and two of their frames, then
-compared (0.6 us a block, against 2.5 us with a key of all identities).
+Nothing is made per block. Torch and pickle share frames, so two stacks are equal if their frames
+are the same objects. A key of all identities takes 2 us for 30 frames; looking stacks up by their
+length and two of their frames, then comparing with the few candidates, takes a fraction of that.
 """
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.snapshot.torch_format import frames_of
@@ -17,34 +16,51 @@ from gpumem_otel.snapshot.torch_format import frames_of
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from gpumem_otel.base.aggregate import Labels
     from gpumem_otel.base.protocols import Pause
-    from gpumem_otel.base.sums import Labels
     from gpumem_otel.snapshot.tensor_classes import TensorClass
     from gpumem_otel.snapshot.torch_format import RawFrame
 
-# Numbers for recorded stacks, found without making a key of every frame.
-#
-# Torch and pickle share frames, so that two stacks are the same if their frames are the same
-# objects. A key of all identities takes 2 us to make for 30 frames; finding the few stacks that
-# have the same length and two of the same frames, and comparing identities with those, takes half
-# of that.
-#
-# Frames are never compared by value: those of a stranger may be nests that take for ever, or long
-# text that is alike to its last letter.
+_MAX_CANDIDATES = 16
 
-_MOST_ALIKE = 16
+
+class Interned:
+    """Numbers for hashable values, in order of their first use.
+
+    Attributes:
+        all: the distinct values.
+    """
+
+    def __init__(self, *first: Any) -> None:
+        self.all: list[Any] = list(first)
+        self._known = {value: index for index, value in enumerate(first)}
+
+    def index(self, value: Any) -> int:
+        """The number of a value."""
+        index = self._known.get(value)
+        if index is None:
+            index = self._known[value] = len(self.all)
+            self.all.append(value)
+        return index
 
 
 class StackTable:
-    """Interns stacks.
+    """Numbers for recorded stacks, without a key of all their frames.
 
     Attributes:
         all: the distinct stacks, leaf first, never to be changed; 0 is (), none recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, trusted: bool = False) -> None:
+        """Begin with the empty stack.
+
+        Args:
+            trusted: frames hold no more than text and numbers, as torch's do. Untrusted frames may
+                be slow to compare by value, so they are only compared by identity.
+        """
         self.all: list[Sequence[RawFrame]] = [()]
-        self._alike: dict[tuple[int, int, int], list[int]] = {}
+        self._equal = operator.eq if trusted else _same_frames
+        self._candidates: dict[tuple[int, int, int], list[int]] = {}
         self._exact: dict[tuple[int, ...], int] = {}
 
     def index(self, frames: Sequence[RawFrame]) -> int:
@@ -52,24 +68,25 @@ class StackTable:
         length = len(frames)
         if not length:
             return 0
-        known = self.all
-        alike = self._alike.get((length, id(frames[0]), id(frames[length >> 1])), ())
-        for index in alike:
-            if all(map(is_, known[index], frames)):
+        known, equal = self.all, self._equal
+        key = (length, id(frames[0]), id(frames[length >> 1]))
+        candidates = self._candidates.get(key, ())
+        for index in candidates:
+            if equal(known[index], frames):
                 return index
-        return self._new(frames, len(alike))
-
-    def _new(self, frames: Sequence[RawFrame], alike: int) -> int:
-        number = len(self.all)
-        if alike >= _MOST_ALIKE:  # comparing with all of them would cost more than a key
+        number = len(known)
+        if len(candidates) >= _MAX_CANDIDATES:  # comparing all would cost more than a full key
             index = self._exact.setdefault(tuple(map(id, frames)), number)
             if index != number:
                 return index
         else:
-            key = (len(frames), id(frames[0]), id(frames[len(frames) >> 1]))
-            self._alike.setdefault(key, []).append(number)
-        self.all.append(frames)
+            self._candidates.setdefault(key, []).append(number)
+        known.append(frames)
         return number
+
+
+def _same_frames(first: Sequence[RawFrame], second: Sequence[RawFrame]) -> bool:
+    return all(map(operator.is_, first, second))
 
 
 PAUSE_EVERY = 32
@@ -87,8 +104,8 @@ class LiveGroup:
             always a group of its own, so that a rule can name it by its address.
         has_event: only for a block without a stack: the trace holds its allocation, so it was
             made while history was recorded.
-        tensor_class: None where nobody asked, or where only the root of a block without a stack
-            tells.
+        tensor_class: None without a classifier, and where only the root of a block without a stack
+            decides.
     """
 
     frames: Sequence[RawFrame]
@@ -107,7 +124,7 @@ class EventGroup:
         frames: as in `LiveGroup`; all events without a stack are one group with ().
         size_bytes: requested bytes: that is what torch writes into a trace.
         address: of the first of the events.
-        labels: those that its events have in common, where anybody asked for labels.
+        labels: those that its events have in common, where labels were asked for.
     """
 
     frames: Sequence[RawFrame]
@@ -118,7 +135,7 @@ class EventGroup:
 
 
 class Grouper:
-    """Sums by stack.
+    """Totals by stack.
 
     Attributes:
         groups: [frames, objects, bytes, address of the first] of each stack.
@@ -131,22 +148,18 @@ class Grouper:
         Args:
             address_key: `address` of blocks, `addr` of events.
             pause: called every 32 entries.
-            trusted: frames hold no more than text and numbers, as torch's do. A stranger's may
-                hold nests that take for ever to compare: those go through a `StackTable`.
+            trusted: see `StackTable`.
         """
         self.groups: list[list[Any]] = []
         self.bare: list[Any] = []
         self._address_key = address_key
         self._pause = pause
-        self._alike: dict[tuple[int, int, int], list[list[Any]]] = {}
-        self._exact: dict[tuple[int, ...], list[Any]] = {}
-        self._trusted = trusted
-        self._table = StackTable()
+        self._table = StackTable(trusted=trusted)
         self._count = 0
 
     def add(self, entries: Iterable[Any]) -> None:
         """Count blocks or events."""
-        pause, count, alike, trusted = self._pause, self._count, self._alike, self._trusted
+        pause, count, groups, index_of = self._pause, self._count, self.groups, self._table.index
         for entry in entries:
             count += 1
             if pause is not None and not count % PAUSE_EVERY:
@@ -155,40 +168,10 @@ class Grouper:
             if not frames:
                 self.bare.append(entry)
                 continue
-            if trusted:
-                length = len(frames)
-                key = (length, id(frames[0]), id(frames[length >> 1]))
-                for group in alike.get(key, ()):
-                    if group[0] == frames:
-                        break
-                else:
-                    group = self._new(frames, entry, key)
-            else:
-                group = self._of_stranger(frames, entry)
+            place = index_of(frames) - 1  # 0 is the empty stack
+            if place == len(groups):
+                groups.append([frames, 0, 0, entry.get(self._address_key)])
+            group = groups[place]
             group[1] += 1
             group[2] += entry.get("size") or 0
         self._count = count
-
-    def _new(self, frames: Sequence[RawFrame], entry: Any, key: tuple[int, int, int]) -> list[Any]:
-        bucket = self._alike.setdefault(key, [])
-        if len(bucket) >= _MOST_ALIKE:  # comparing with all of them would cost more than a key
-            return self._exactly(frames, entry)
-        group = [frames, 0, 0, entry.get(self._address_key)]
-        bucket.append(group)
-        self.groups.append(group)
-        return group
-
-    def _of_stranger(self, frames: Sequence[RawFrame], entry: Any) -> list[Any]:
-        number = self._table.index(frames) - 1  # 0 is the empty stack
-        if number == len(self.groups):
-            self.groups.append([frames, 0, 0, entry.get(self._address_key)])
-        group: list[Any] = self.groups[number]
-        return group
-
-    def _exactly(self, frames: Sequence[RawFrame], entry: Any) -> list[Any]:
-        key = tuple(map(id, frames))
-        group = self._exact.get(key)
-        if group is None:
-            group = self._exact[key] = [frames, 0, 0, entry.get(self._address_key)]
-            self.groups.append(group)
-        return group

@@ -1,4 +1,4 @@
-"""What an allocation can be told apart by beside its stack."""
+"""Labels of allocations: pool, compile context, annotated range, region and phase."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from gpumem_otel.snapshot.torch_format import DEFAULT_POOL
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from gpumem_otel.base.aggregate import Labels
     from gpumem_otel.base.profile import Annotation
     from gpumem_otel.base.protocols import StacklessRule
-    from gpumem_otel.base.sums import Labels
     from gpumem_otel.snapshot.snapshot import TorchSnapshot
     from gpumem_otel.snapshot.torch_format import RawEvent, RawFrame
     from gpumem_otel.snapshot.trace import Replay
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # a lone END too.
 
 
-class Spans:
+class AnnotatedRanges:
     """The ranges of one device.
 
     Attributes:
@@ -96,7 +96,7 @@ _BACKWARD: Final = re.compile(r"_engine_run_backward|backward")
 
 
 def region_metadata(name: str) -> str:
-    """What torch is told to write beside each allocation of a region."""
+    """What torch writes next to each allocation of a region."""
     return f"{_PREFIX}{name[:_MAX_NAME]}"
 
 
@@ -128,13 +128,13 @@ def region_labels() -> Callable[[RawEvent], Labels]:
 
     def labels_of(event: RawEvent) -> Labels:
         metadata: Any = event.get("user_metadata")
-        found = known.get(metadata)
-        if found is None:
+        labels = known.get(metadata)
+        if labels is None:
             name = region_of(metadata)
-            found = ((REGION_LABEL, few(name)),) if name else ()
+            labels = ((REGION_LABEL, few(name)),) if name else ()
             if len(known) < 2 * MAX_REGIONS:
-                known[metadata] = found
-        return found
+                known[metadata] = labels
+        return labels
 
     return labels_of
 
@@ -169,11 +169,11 @@ def with_phases(
 
     Args:
         labels_of: other labels of an event.
-        annotations: of the device, see `Spans`.
+        annotations: of the device, see `AnnotatedRanges`.
         stackless: names the root of allocations without a stack.
         device: torch's index.
     """
-    spans, few = Spans(annotations), _Few()
+    spans, few = AnnotatedRanges(annotations), _Few()
     by_stack: dict[int, tuple[Any, str]] = {}
 
     def phase(event: RawEvent) -> str:
@@ -246,7 +246,7 @@ def labeller(snapshot: TorchSnapshot, replay: Replay, label: Label) -> Callable[
         return lambda index: contexts[replay.context[index]] if index in traced else outside(index)
     if label != "annotation":
         raise ValueError(f"label {label!r}: not one of {', '.join(LABELS)}")
-    spans = Spans(snapshot.annotations_of(replay.device))
+    spans = AnnotatedRanges(snapshot.annotations_of(replay.device))
     unknown: Labels = ((label, _UNKNOWN),)
 
     def annotation(index: int) -> Labels:

@@ -1,6 +1,6 @@
 """How a device's memory lies: states, pools, and why what is free is not given back.
 
-For people who look at a file: it walks every block once more than `books` does, and its sums are
+For people who look at a file: it walks every block once more than `books` does, and its totals are
 those of `books`, cause by cause.
 """
 
@@ -152,8 +152,8 @@ class FreeSums:
             nothing: what `torch.cuda.empty_cache()` gives back.
         expandable_bytes: whole mapped ranges of expandable segments that hold nothing: given back
             too, by unmapping them; their addresses stay reserved.
-        split_bytes: free beside something that is held, in the same segment. Of a segment of
-            cudaMalloc it can not be given back; of an expandable one whole pages of it can.
+        split_bytes: free next to an active block of the same segment. Of a segment of
+            cudaMalloc it cannot be given back; of an expandable one whole pages of it can.
         split_expandable_bytes: the part of `split_bytes` that is in expandable segments.
         private_bytes: in private pools (CUDA graphs, `torch.cuda.MemPool`): of use to these alone.
     """
@@ -186,7 +186,7 @@ class ExpandableSum:
 
     Attributes:
         segments: as torch lists them, one per mapped stretch.
-        ranges: reserved ranges of addresses that these stretches lie in, as far as it can be told:
+        ranges: reserved ranges of addresses that these stretches lie in, as far as it is known:
             one per pool, stream and kind.
     """
 
@@ -253,7 +253,7 @@ def free_in(segment: Segment) -> int:
 
 def _add(layout: Layout, pool: _Pool, segment: RawSegment) -> tuple[int, int]:
     """Count a segment and its blocks; what it reserves, and what of it is active."""
-    sums = layout.pools.setdefault(pool, PoolSum())
+    totals = layout.pools.setdefault(pool, PoolSum())
     held = allocated = waiting = largest = 0
     largest_at: int | None = None
     for block in segment["blocks"]:
@@ -272,11 +272,11 @@ def _add(layout: Layout, pool: _Pool, segment: RawSegment) -> tuple[int, int]:
         else:
             waiting += size
     reserved = reserved_of(segment, held)
-    sums.segments += 1
-    sums.reserved_bytes += reserved
-    sums.allocated_bytes += allocated
-    sums.pending_free_bytes += waiting
-    sums.largest_free_bytes = max(sums.largest_free_bytes, largest)
+    totals.segments += 1
+    totals.reserved_bytes += reserved
+    totals.allocated_bytes += allocated
+    totals.pending_free_bytes += waiting
+    totals.largest_free_bytes = max(totals.largest_free_bytes, largest)
     layout.reserved_bytes += reserved
     best = layout.largest_free
     if pool == DEFAULT_POOL and largest > (best.size_bytes if best else 0):

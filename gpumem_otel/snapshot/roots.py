@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 def builder_for(snapshot: TorchSnapshot, namer: FrameNamer, max_depth: int = 512) -> StackBuilder:
     """The stack builder for a snapshot, which leaves names alone where they are final."""
     key = (namer, max_depth)
-    found = snapshot.builders.get(key)
-    if found is not None:
-        return found
+    builder = snapshot.builders.get(key)
+    if builder is not None:
+        return builder
     if snapshot.resolved:
         namer = with_basename_paths(identity_namer) if redacts_paths(namer) else identity_namer
-    found = snapshot.builders[key] = StackBuilder(namer, max_depth, resolved=snapshot.resolved)
-    return found
+    builder = snapshot.builders[key] = StackBuilder(namer, max_depth, resolved=snapshot.resolved)
+    return builder
 
 
 def stackless_root(has_event: bool) -> str:
-    """Named root of a live block without a stack, from what its snapshot file tells.
+    """Named root of a live block without a stack, from its snapshot file.
 
-    A trace that holds the block's allocation was on when no Python code ran; else nobody was
-    recording yet, or the trace has dropped the event since.
+    A trace that holds the block's allocation was recorded while no Python code ran; otherwise
+    recording had not begun, or the trace has dropped the event since.
     """
     return NO_PYTHON_FRAME if has_event else BEFORE_INSTALL
 

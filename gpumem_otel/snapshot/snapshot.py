@@ -1,8 +1,8 @@
 """CUDA memory snapshots of torch 1.13 to 2.15, from memory or from a file, behind one type.
 
-All differences between versions end here and in `rawform`, which reads the single keys. Shape and
-history of the format: `torch/cuda/memory.py` (`_snapshot`), `c10/cuda/CUDACachingAllocator.h`,
-and real files of each version.
+Differences between versions are handled here and in `torch_format`, which reads the single keys.
+Shape and history of the format: `torch/cuda/memory.py` (`_snapshot`),
+`c10/cuda/CUDACachingAllocator.h`, and real files of each version.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from gpumem_otel.base.profile import AllocEvent, Annotation, Block, BlockState, 
 from gpumem_otel.errors import SnapshotError
 from gpumem_otel.snapshot import torch_format
 from gpumem_otel.snapshot.grouping import PAUSE_EVERY, EventGroup, Grouper, LiveGroup
-from gpumem_otel.snapshot.load import warnings_for
 from gpumem_otel.snapshot.totals import add_up
 from gpumem_otel.snapshot.trace import replay_trace
+from gpumem_otel.snapshot.validate import warnings_for
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from gpumem_otel.base.aggregate import Labels
     from gpumem_otel.base.profile import DeviceTotals
     from gpumem_otel.base.protocols import FrameNamer, Pause
-    from gpumem_otel.base.sums import Labels
     from gpumem_otel.snapshot.stacks import StackBuilder
     from gpumem_otel.snapshot.tensor_classes import Classifier, TensorClass
     from gpumem_otel.snapshot.torch_format import RawBlock, RawEvent, RawSegment
@@ -66,7 +66,7 @@ class TorchSnapshot:
         self._traces = traces
         self._annotations = annotations
         self._settings = settings or {}
-        self._told: tuple[str, ...] = ()
+        self._origin_warnings: tuple[str, ...] = ()
         self.trusted = trusted
         self._by_device: dict[int, list[RawSegment]] | None = None
         self._annotations_by_device: dict[int, list[Annotation]] | None = None
@@ -81,9 +81,9 @@ class TorchSnapshot:
 
     def devices(self) -> tuple[int, ...]:
         """Devices that have segments or events, sorted."""
-        found = {segment["device"] for segment in self._segments}
-        found.update(device for device, trace in enumerate(self._traces) if trace)
-        return tuple(sorted(found))
+        devices = {segment["device"] for segment in self._segments}
+        devices.update(device for device, trace in enumerate(self._traces) if trace)
+        return tuple(sorted(devices))
 
     @property
     def settings(self) -> Mapping[str, object]:
@@ -126,12 +126,12 @@ class TorchSnapshot:
     def warnings(self) -> tuple[str, ...]:
         """What a reader of the numbers should know, one sentence each."""
         if self._warnings is None:
-            self._warnings = (*self._told, *warnings_for(self._segments, self._traces))
+            self._warnings = (*self._origin_warnings, *warnings_for(self._segments, self._traces))
         return self._warnings
 
     def warn(self, warnings: Sequence[str]) -> None:
         """Put sentences about where the snapshot comes from before its own warnings."""
-        self._told = (*self._told, *warnings)
+        self._origin_warnings = (*self._origin_warnings, *warnings)
         self._warnings = None
 
     def segments(self, device: int | None = None) -> Iterator[Segment]:
@@ -195,7 +195,7 @@ class TorchSnapshot:
         return False
 
     def books(self, device: int, pause: Pause | None = None) -> DeviceTotals:
-        """Sums over the segments and blocks of a device; all zero where it has none.
+        """Totals over the segments and blocks of a device; all zero where it has none.
 
         Args:
             device: torch's index.
@@ -213,42 +213,42 @@ class TorchSnapshot:
         return books
 
     def has_timeline(self, device: int) -> bool:
-        """Whether the trace tells of more than one moment.
+        """Whether the trace holds more than one moment.
 
         Record mode `state` keeps a single event.
         """
         return len(self._trace(device)) > 1
 
     def replay(
-        self, device: int, *, pause: Pause | None = None, frees_tell: bool = False
+        self, device: int, *, pause: Pause | None = None, frees_have_stacks: bool = False
     ) -> Replay:
         """A device's trace played through, for what was alive at any moment of it.
 
-        It is played once: what is asked later is given the same.
+        It is played once; later calls return the same object.
 
         Args:
             device: torch's index.
-            pause: see `replay_trace`, as `frees_tell`.
-            frees_tell: only of windows of ours.
+            pause: see `replay_trace`.
+            frees_have_stacks: see `replay_trace`; only for our own windows.
 
         Raises:
             SnapshotError: its sizes add up to more than 64 bits hold.
         """
-        found = self._replays.get(device)
-        if found is None:
+        replay = self._replays.get(device)
+        if replay is None:
             try:
-                found = replay_trace(
+                replay = replay_trace(
                     device,
                     self._of_device(device),
                     self._trace(device),
                     pause=pause,
-                    frees_tell=frees_tell,
+                    frees_have_stacks=frees_have_stacks,
                 )
             except OverflowError:
                 reason = "the sizes in its trace add up to more than 64 bits hold"
                 raise SnapshotError(self.source, reason) from None
-            self._replays[device] = found
-        return found
+            self._replays[device] = replay
+        return replay
 
     def live_groups(
         self, device: int, pause: Pause | None = None, classifier: Classifier | None = None
@@ -262,7 +262,7 @@ class TorchSnapshot:
         Args:
             device: torch's index.
             pause: called every 32 blocks.
-            classifier: groups are of one class too, and say which.
+            classifier: groups are also split by tensor class.
         """
         live = (
             block
@@ -277,18 +277,18 @@ class TorchSnapshot:
             by_class.setdefault(classifier.of_block(block), []).append(block)
             if pause is not None and not count % PAUSE_EVERY:
                 pause()
-        found: list[LiveGroup] = []
+        all_groups: list[LiveGroup] = []
         for tensor_class, blocks in by_class.items():
             groups = self._grouped(device, blocks, pause, tensor_class)
-            if tensor_class is None:  # a block without a stack: only its root tells
+            if tensor_class is None:  # a block without a stack: only its root decides
                 groups = [
                     replace(group, tensor_class=classifier.of_stack(group.frames))
                     if group.frames
                     else group
                     for group in groups
                 ]
-            found += groups
-        return found
+            all_groups += groups
+        return all_groups
 
     def _grouped(
         self,
@@ -299,7 +299,7 @@ class TorchSnapshot:
     ) -> list[LiveGroup]:
         grouper = Grouper("address", pause, trusted=self.trusted)
         grouper.add(blocks)
-        found = [
+        groups = [
             LiveGroup(frames, objects, size, address, tensor_class=tensor_class)
             for frames, objects, size, address in grouper.groups
         ]
@@ -309,8 +309,8 @@ class TorchSnapshot:
             for block in grouper.bare:
                 address = block.get("address")
                 has_event = address in seen
-                found.append(LiveGroup((), 1, block["size"], address, has_event, tensor_class))
-        return found
+                groups.append(LiveGroup((), 1, block["size"], address, has_event, tensor_class))
+        return groups
 
     def event_groups(
         self,
@@ -351,14 +351,14 @@ class TorchSnapshot:
     ) -> list[EventGroup]:
         grouper = Grouper("addr", pause, trusted=self.trusted)
         grouper.add(events)
-        found = [
+        groups = [
             EventGroup(frames, objects, size, address, labels)
             for frames, objects, size, address in grouper.groups
         ]
         if bare := grouper.bare:
             size = sum(event.get("size") or 0 for event in bare)
-            found.append(EventGroup((), len(bare), size, bare[0].get("addr"), labels))
-        return found
+            groups.append(EventGroup((), len(bare), size, bare[0].get("addr"), labels))
+        return groups
 
     def _of_device(self, device: int) -> Sequence[RawSegment]:
         if self._by_device is None:
@@ -414,7 +414,7 @@ def from_torch(raw: object, *, source: str = "torch", resolved: bool = False) ->
 
 
 def from_file(raw: object, source: str) -> TorchSnapshot:
-    """Wrap what was read from a file and checked (`snapshot.load`).
+    """Wrap what was read from a file and checked (`validate`).
 
     Raises:
         SnapshotError: it is no snapshot.

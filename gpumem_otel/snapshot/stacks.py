@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BACKWARD = "[backward]"
 """Root of memory allocated on the thread of the autograd engine."""
 BEFORE_INSTALL = "[allocated before install]"
-"""Root of live memory whose allocation nobody recorded."""
+"""Root of live memory whose allocation was not recorded."""
 INTERNAL_ONLY = "[internal frames only]"
 """Stands for a recorded stack of which no frame says anything about the job."""
 NO_PYTHON_FRAME = "[no Python frame]"
@@ -130,7 +130,7 @@ def basename(filename: str) -> str:
 
 
 def file_function_namer(name: str, filename: str, line: int) -> str:  # noqa: ARG001 (FrameNamer)
-    """`file.py:function`, the most that a plain snapshot file tells."""
+    """`file.py:function`, all that a plain snapshot file holds."""
     return f"{basename(filename)}:{name}" if filename else name
 
 
@@ -140,7 +140,7 @@ def identity_namer(name: str, filename: str, line: int) -> str:  # noqa: ARG001 
 
 
 class _BasenamePaths:
-    """A namer, and the wish that no directory is shown."""
+    """A namer that marks that no directory is to be shown."""
 
     def __init__(self, namer: FrameNamer) -> None:
         self._namer = namer

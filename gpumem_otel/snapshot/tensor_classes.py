@@ -1,13 +1,13 @@
-"""What kind of tensor holds a block: certain passes first, and none overwrites an earlier one.
+"""What kind of tensor a block holds: the certain passes first, none overwrites an earlier one.
 
 1. By address: the job's own thread keeps a table of the storages of parameters, buffers, gradients
    and optimizer state, and of what the user named. A block that begins at the address of such a
    storage, and for which as many bytes were asked, is that storage.
-2. By stack: the innermost frame that says something, from the leaf on. So a forward that runs
+2. By stack: the innermost frame that a rule matches, from the leaf on. So a forward that runs
    inside backward (checkpointing) is a forward.
-3. The rest is `unattributed`, and says so.
+3. The rest is `unattributed`.
 
-Limits, where a snapshot does not tell: cuBLAS workspaces look like what a forward allocates, and
+Limits, since a snapshot does not hold it: cuBLAS workspaces look like what a forward allocates, and
 are known by their size alone; what user code makes outside of any module, for instance a batch that
 it moves to the device, has no class unless the user names it; a temporary of a forward looks like
 an activation until it is freed.
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from gpumem_otel.snapshot.torch_format import RawBlock, RawFrame, RawSegment
 
 ClassAs = Literal["root", "label"]
-"""Where a profile says the class of a sample: in its root frame, or in the label below."""
+"""Where a profile holds the class of a sample: in its root frame, or in the label below."""
 
 CLASS_LABEL = "tensor_class"
 
@@ -39,7 +39,7 @@ _WORKSPACES_PER_STREAM = 2
 
 
 class TensorClass(str, Enum):
-    """What a block holds. The value is what metrics and profiles say."""
+    """What a block holds. The value is used in metrics and profiles."""
 
     PARAMETER = "parameter"
     UNSHARDED_PARAMETER = "unsharded_parameter"
@@ -54,7 +54,7 @@ class TensorClass(str, Enum):
     INPUT = "input"
     TEMPORARY = "temporary"
     WORKSPACE = "workspace"
-    """Of cuBLAS; probable, since only the size tells."""
+    """Of cuBLAS; probable, by the size alone."""
     COMMUNICATION = "communication"
     UNATTRIBUTED = "unattributed"
 
@@ -94,13 +94,18 @@ _COMPILED_CALL = re.compile(r"/torch/_dynamo/eval_frame\.py$")
 """A compiled function or its backward; only where no other frame says which."""
 
 _OTHER = (Frame(OTHER),)
-_OTHER_OF = {Frame(found.value): (_OTHER[0], Frame(found.value)) for found in TensorClass}
+_OTHER_OF = {
+    Frame(tensor_class.value): (_OTHER[0], Frame(tensor_class.value))
+    for tensor_class in TensorClass
+}
 
 _CPP_BACKWARD = re.compile(r"torch::autograd::(Engine::|generated::\w+Backward|PyNode::apply)")
 
 
 def _compiled() -> Callable[[str, str], TensorClass | None]:
-    rules = [(re.compile(file), re.compile(name), found) for file, name, found in _RULES]
+    rules = [
+        (re.compile(file), re.compile(name), tensor_class) for file, name, tensor_class in _RULES
+    ]
 
     def find(name: str, filename: str) -> TensorClass | None:
         if not filename.endswith(".py"):
@@ -108,9 +113,9 @@ def _compiled() -> Callable[[str, str], TensorClass | None]:
         if "torch" not in filename and "optim" not in filename:
             return None
         path, function = filename.replace("\\", "/"), name.rpartition(".")[2]
-        for file_rule, name_rule, found in rules:
+        for file_rule, name_rule, tensor_class in rules:
             if file_rule.search(path) and (not name_rule.pattern or name_rule.fullmatch(function)):
-                return found
+                return tensor_class
         return None
 
     return find
@@ -120,7 +125,7 @@ _FIND = _compiled()
 
 
 def class_of_frame(name: str, filename: str) -> TensorClass | None:
-    """What one frame says, None where it says nothing.
+    """The class by one frame, None where no rule matches.
 
     Args:
         name: function as torch records it, or with its module and class before it.
@@ -141,14 +146,14 @@ def classes_of(profile: HeapProfile, class_as: ClassAs = "root") -> dict[TensorC
 
     Args:
         profile: before a budget merges samples.
-        class_as: where it says the class.
+        class_as: where the class is.
     """
-    sums: dict[TensorClass, int] = {}
+    totals: dict[TensorClass, int] = {}
     for sample in profile.samples:
-        told = sample.frames[-1].name if class_as == "root" else dict(sample.labels)[CLASS_LABEL]
-        found = TensorClass(told)
-        sums[found] = sums.get(found, 0) + sample.size_bytes
-    return sums
+        name = sample.frames[-1].name if class_as == "root" else dict(sample.labels)[CLASS_LABEL]
+        tensor_class = TensorClass(name)
+        totals[tensor_class] = totals.get(tensor_class, 0) + sample.size_bytes
+    return totals
 
 
 def other_stack(frames: Stack) -> Stack:
@@ -170,17 +175,17 @@ def workspaces_in(
 
     It keeps one per thread and stream, and a job multiplies on two threads: its own and that of
     backward. So blocks of a size that cuBLAS asks for are taken for workspaces only where a stream
-    has at most two of them: activations of that size come in numbers. What was told so once stays
-    one for as long as it is allocated, since a workspace is never freed.
+    has at most two of them: activations of that size come in numbers. A block once
+    taken for one stays one for as long as it is allocated, since a workspace is never freed.
 
     Args:
         segments: of a snapshot.
         sizes: what cuBLAS asks for in one piece, in bytes.
         known: addresses of which something certain is known.
-        before: what the last call found.
+        before: the result of the last call.
         pause: called every 32 blocks.
     """
-    found: dict[tuple[int, int, int], list[int]] = {}
+    by_stream: dict[tuple[int, int, int], list[int]] = {}
     count = 0
     for segment in segments:
         for block in segment["blocks"]:
@@ -193,9 +198,9 @@ def workspaces_in(
             address = block.get("address")
             if address is not None and address not in known:
                 key = segment["device"], segment.get("stream", 0), requested
-                found.setdefault(key, []).append(address)
+                by_stream.setdefault(key, []).append(address)
     workspaces: set[int] = set()
-    for addresses in found.values():
+    for addresses in by_stream.values():
         still = [address for address in addresses if address in before]
         if len(addresses) <= _WORKSPACES_PER_STREAM:
             still = addresses
@@ -212,7 +217,7 @@ class Classifier:
         by_address: address of a storage -> (bytes asked for, class); of storages that were alive
             before and after the snapshot, since an address is soon given out again.
         workspaces: addresses of what is probably a workspace.
-        by_stack_alone: nothing but the stacks tell, which whoever has the snapshot can ask again.
+        by_stack_alone: only the stacks decide, which can be asked again with the snapshot.
     """
 
     by_stack_alone = False
@@ -231,9 +236,9 @@ class Classifier:
         address = block.get("address")
         if address is None:
             return None
-        found = self.by_address.get(address)
-        if found is not None and block.get("requested_size") in (found[0], None):
-            return found[1]
+        tensor_class = self.by_address.get(address)
+        if tensor_class is not None and block.get("requested_size") in (tensor_class[0], None):
+            return tensor_class[1]
         return TensorClass.WORKSPACE if address in self.workspaces else None
 
     def of_stack(self, frames: Sequence[RawFrame]) -> TensorClass:
@@ -244,9 +249,9 @@ class Classifier:
             entry = known.get(id(raw))
             if entry is None:
                 name, filename = str(raw.get("name", "")), str(raw.get("filename", ""))
-                found = class_of_frame(name, filename)
+                tensor_class = class_of_frame(name, filename)
                 calls = bool(_COMPILED_CALL.search(filename))
-                entry = known[id(raw)] = (raw, found, calls)
+                entry = known[id(raw)] = (raw, tensor_class, calls)
             if entry[1] is not None:
                 return entry[1]
             compiled = compiled or entry[2]
@@ -268,5 +273,5 @@ class RecordedClassifier(Classifier):
 
     def of_block(self, block: RawBlock) -> TensorClass | None:
         """As recorded."""
-        found = block.get("tensor_class")
-        return TensorClass(found) if found is not None else None
+        tensor_class = block.get("tensor_class")
+        return TensorClass(tensor_class) if tensor_class is not None else None

@@ -1,7 +1,7 @@
-"""Torch's raw snapshot, key by key: types at the door, and what each version lacks.
+"""Torch's raw snapshot, key by key: types, and which keys each version lacks.
 
 Torch's live objects are read as they are, so that a read-out costs nothing per block beyond what
-it needs; files go through `rawcheck` first.
+it needs; files go through `validate` first.
 """
 
 from __future__ import annotations

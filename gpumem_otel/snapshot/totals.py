@@ -1,4 +1,4 @@
-"""A device's books: what its segments and blocks add up to."""
+"""Totals of a device: what its segments and blocks add up to."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _PAUSE_EVERY = 32
 
 
-class _Sums:
-    """Sums over blocks.
+class _Totals:
+    """Totals over blocks.
 
     Attributes:
         stacks: an allocated block carries a stack.
@@ -83,15 +83,15 @@ def add_up(
         resolved: blocks without a stack carry the name of their root instead (recordings).
         pause: called every 32 blocks.
     """
-    sums = _Sums(resolved=resolved, pause=pause)
+    totals = _Totals(resolved=resolved, pause=pause)
     count = reserved = free_segment = remainder = private_free = 0
     pools: dict[tuple[int, int], int] = {}
     for segment in segments:
         count += 1
-        held, active = sums.held, sums.live + sums.waiting
-        sums.add(segment["blocks"])
-        size = reserved_of(segment, sums.held - held)
-        in_use = sums.live + sums.waiting - active
+        held, active = totals.held, totals.live + totals.waiting
+        totals.add(segment["blocks"])
+        size = reserved_of(segment, totals.held - held)
+        in_use = totals.live + totals.waiting - active
         pool = pool_of(segment.get("segment_pool_id")) or DEFAULT_POOL
         pools[pool] = pools.get(pool, 0) + size
         reserved += size
@@ -104,21 +104,21 @@ def add_up(
     return DeviceTotals(
         device=device,
         reserved_bytes=reserved,
-        allocated_bytes=sums.live,
-        active_bytes=sums.live + sums.waiting,
-        requested_bytes=sums.requested,
+        allocated_bytes=totals.live,
+        active_bytes=totals.live + totals.waiting,
+        requested_bytes=totals.requested,
         segments=count,
-        blocks=sums.blocks,
+        blocks=totals.blocks,
         free_segment_bytes=free_segment,
         split_remainder_bytes=remainder,
-        pending_free_bytes=sums.waiting,
+        pending_free_bytes=totals.waiting,
         private_pool_free_bytes=private_free,
-        bytes_without_stack=sums.stackless,
-        history=sums.stacks or has_events,
+        bytes_without_stack=totals.stackless,
+        history=totals.stacks or has_events,
         pool_reserved_bytes=MappingProxyType(pools),
     )
 
 
 def _stands_for_none(frames: Sequence[RawFrame]) -> bool:
-    # a recording names the root of blocks without a stack; the books count them all the same
+    # a recording names the root of blocks without a stack; they count as stackless all the same
     return len(frames) == 1 and frames[0].get("name") in STACKLESS_ROOTS

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpumem_otel.base.profile import BlockState
 from gpumem_otel.base.protocols import no_pause
-from gpumem_otel.snapshot.grouping import StackTable
+from gpumem_otel.snapshot.grouping import Interned, StackTable
 from gpumem_otel.snapshot.torch_format import (
     DEFAULT_POOL,
     RawReader,
@@ -43,14 +43,14 @@ if TYPE_CHECKING:
 
 _NO_CONTEXT = "N/A"
 _LARGE_POOL_ID = 2**32
-"""Pool ids are counters: of larger numbers many can be made that hash alike."""
+"""Pool ids are counters; many larger numbers with equal hashes can be made."""
 _INT64 = 2**63
 _UINT64 = 2**64
 _GROWS = frozenset({"segment_alloc", "segment_map"})
 _SHRINKS = frozenset({"segment_free", "segment_unmap"})
 _MARKS = frozenset({"oom", "annotate"})
 _MAX_MARKS = 20_000
-"""More than anybody looks at: a trace may consist of nothing else."""
+"""A trace may consist of nothing else."""
 _GONE = -1
 _FREES = frozenset({"free_requested", "free_completed"})
 PIECE = 32
@@ -64,7 +64,7 @@ class TraceMark:
     Attributes:
         moment: after this event.
         action: `oom`, or `annotate` (torch 2.14 and newer).
-        text: what it says.
+        text: its description.
         device_free_bytes: what the device had free, only on `oom`.
     """
 
@@ -76,7 +76,7 @@ class TraceMark:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """What the trace of a device tells, in columns: a trace may have a million events.
+    """The trace of a device in columns: a trace may have a million events.
 
     Attributes:
         device: torch's index.
@@ -154,7 +154,7 @@ def replay_trace(
     events: Sequence[RawEvent],
     *,
     pause: Pause | None = None,
-    frees_tell: bool = False,
+    frees_have_stacks: bool = False,
 ) -> Replay:
     """Play a device's trace through, and settle it with the dump at its end.
 
@@ -163,32 +163,17 @@ def replay_trace(
         segments: of this device, as torch wrote them.
         events: its trace, oldest first.
         pause: called every 32 events or blocks.
-        frees_tell: the frames of a free are those of its allocation, as torch writes them where
-            `context` is not `all` (`context ? context : block->context_when_allocated` in the
-            allocator's `free`): so what is older than the trace keeps its stack.
+        frees_have_stacks: the frames of a free are those of its allocation, as torch writes them
+            where `context` is not `all` (`context ? context : block->context_when_allocated` in
+            the allocator's `free`): so what is older than the trace keeps its stack.
 
     Raises:
         OverflowError: its sizes add up to more than 64 bits hold.
     """
-    player = _Player(segments, pause, frees_tell=frees_tell)
+    player = _Player(segments, pause, frees_have_stacks=frees_have_stacks)
     player.play(events)
     player.settle(len(events))
     return player.result(device, len(events))
-
-
-class _Interned:
-    """Numbers for values, in order of their first use."""
-
-    def __init__(self, first: Any) -> None:
-        self.all = [first]
-        self._known = {first: 0}
-
-    def index(self, value: Any) -> int:
-        index = self._known.get(value)
-        if index is None:
-            index = self._known[value] = len(self.all)
-            self.all.append(value)
-        return index
 
 
 class _Lives:
@@ -224,14 +209,14 @@ class _Player:
     """The state while a trace is played through."""
 
     def __init__(
-        self, segments: Sequence[RawSegment], pause: Pause | None, *, frees_tell: bool
+        self, segments: Sequence[RawSegment], pause: Pause | None, *, frees_have_stacks: bool
     ) -> None:
         self._segments = segments
         self._pause = pause or no_pause
-        self._frees_tell = frees_tell
+        self._frees_have_stacks = frees_have_stacks
         self._stacks = StackTable()
-        self._pools = _Interned(DEFAULT_POOL)
-        self._contexts = _Interned("")
+        self._pools = Interned(DEFAULT_POOL)
+        self._contexts = Interned("")
         self._place = _Places(segments)
         self._pool_at: dict[int | None, int] = {}
         self._before = _Lives()
@@ -250,14 +235,14 @@ class _Player:
     # the trace
 
     def play(self, events: Sequence[RawEvent]) -> None:
-        """Two passes over the events; the running sums begin at 0 and are raised by `result`."""
+        """Two passes over the events; the running totals begin at 0 and are raised by `result`."""
         actions: list[str | None] = []
         for piece in self._pieces(events):
             actions += [event.get("action") for event in piece]
             times = (event.get("time_us") for event in piece)
             self._times += [t if t is not None and 0 <= t < _INT64 else -1 for t in times]
-        # some writers keep the second half alone; a single event (record mode `state`) does not
-        # tell, and torch writes both
+        # some writers keep the second half alone; a single event (record mode `state`)
+        # does not show which, and torch writes both
         self._halves = len(events) == 1 or "free_requested" in actions
         if events:
             self._times[0] = self._times[1]
@@ -279,11 +264,11 @@ class _Player:
                         at[address] = _GONE
                         held -= sizes[index]
                     # else the second half of a free; or it was allocated and freed since, and that
-                    # allocation was not recorded: nobody knows when
+                    # allocation was not recorded: its time is unknown
                 add_held(held)
 
     def _pieces(self, entries: Sequence[Any]) -> Iterator[Sequence[Any]]:
-        """The entries a few at a time, with a pause before each."""
+        """The entries in small pieces, with a pause before each."""
         for start in range(0, len(entries), PIECE):
             self._pause()
             yield entries[start : start + PIECE]
@@ -316,11 +301,11 @@ class _Player:
             return TraceMark(moment, action, self._text(event.get("user_metadata")))
         free = maybe_whole(event.get("device_free"))
         size = event.get("size") or 0
-        told = f"out of memory: {size} bytes asked for"
-        return TraceMark(moment, "oom", told if free is None else f"{told}, {free} free", free)
+        text = f"out of memory: {size} bytes asked for"
+        return TraceMark(moment, "oom", text if free is None else f"{text}, {free} free", free)
 
     def _alloc(self, moment: int, event: RawEvent) -> int:
-        """How much more is held."""
+        """How many bytes more are held."""
         address, size, seen = event.get("addr"), event.get("size") or 0, self._seen
         grown = size
         last = self._at.get(address, _GONE)
@@ -339,27 +324,27 @@ class _Player:
         return grown
 
     def _free_unseen(self, moment: int, event: RawEvent) -> int:
-        """How much less is held by the free of what the trace has not told of before."""
+        """Bytes that are given back by the free of an allocation that is not in the trace."""
         if self._halves and event.get("action") == "free_completed":
             return 0  # the second half of a free
         address, size = event.get("addr"), event.get("size") or 0
         self._at[address] = _GONE
         index = self._before.add(size, address, 0, moment, self._pool(event, address))
-        # else the frames of a free tell who freed it
-        frames = event.get("frames") if self._frees_tell else None
+        # otherwise the frames of a free are those of the code that freed it
+        frames = event.get("frames") if self._frees_have_stacks else None
         if frames:
             self._before.stack[index] = self._stacks.index(frames)
         return size
 
     def _pool(self, event: RawEvent, address: int | None) -> int:
-        told = pool_of(event.get("pool_id")) if "pool_id" in event else None
-        if told is None:
+        pool = pool_of(event.get("pool_id")) if "pool_id" in event else None
+        if pool is None:
             index = self._pool_at.get(address)
             if index is None:
                 index = self._pools.index(self._place.pool(address))
                 self._pool_at[address] = index
             return index
-        return self._pools.index(told if max(map(abs, told)) < _LARGE_POOL_ID else None)
+        return self._pools.index(pool if max(map(abs, pool)) < _LARGE_POOL_ID else None)
 
     # the dump
 
@@ -416,26 +401,26 @@ class _Player:
         reserved = max(reserved, -min(self._reserved))
 
         def column(code: str, name: str) -> array[int]:
-            found = array(code)
+            values = array(code)
             for part in parts:
                 for piece in self._pieces(getattr(part, name)):
-                    found += array(code, piece)
-            return found
+                    values += array(code, piece)
+            return values
 
         def raised(by: int, column: Sequence[int]) -> array[int]:
-            found = array("q")
+            values = array("q")
             for piece in self._pieces(column):
-                found += array("q", [by + value for value in piece])
-            return found
+                values += array("q", [by + value for value in piece])
+            return values
 
         def sparse(code: str, name: str) -> array[int]:
-            found = array(code, bytes(array(code).itemsize * sum(len(p.size) for p in parts)))
+            values = array(code, bytes(array(code).itemsize * sum(len(p.size) for p in parts)))
             start = 0
             for part in parts:
                 for index, value in getattr(part, name).items():
-                    found[start + index] = value
+                    values[start + index] = value
                 start += len(part.size)
-            return found
+            return values
 
         return Replay(
             device=device,
@@ -456,10 +441,10 @@ class _Player:
             allocated_bytes=raised(base, self._held),
             reserved_bytes=raised(reserved, self._reserved),
             marks=tuple(self._marks),
-            warnings=tuple(self._told(device, events)),
+            warnings=tuple(self._warnings(device, events)),
         )
 
-    def _told(self, device: int, events: int) -> Iterator[str]:
+    def _warnings(self, device: int, events: int) -> Iterator[str]:
         if events == 1:
             yield (
                 f"device {device}: the trace holds a single event and is no timeline: record with "
@@ -489,7 +474,7 @@ class _Player:
 
 
 class _Places:
-    """Pools by address, for events that do not tell theirs (before torch 2.12)."""
+    """Pools by address, for events without one (before torch 2.12)."""
 
     def __init__(self, segments: Sequence[RawSegment]) -> None:
         ranges = sorted(
@@ -506,7 +491,7 @@ class _Places:
         self._pools = [pool for _, _, pool in ranges]
 
     def pool(self, address: int | None) -> tuple[int, int] | None:
-        """The pool of the segment there at the dump; None: it is gone, or never was told."""
+        """The pool of the segment there at the dump; None: it is gone, or was never recorded."""
         if address is None:
             return None
         index = bisect_right(self._starts, address) - 1

@@ -67,7 +67,7 @@ def test_kinds_by_button_and_by_key(open_page, train):
     namer = file_function_namer
     expected = {
         "live": heap.live_profile(train, 0, namer=namer),
-        "peak": heap.peak_profile(train, 0, namer=namer),
+        "peak": heap.replayed_profile(train, 0, namer=namer),
         "allocated": heap.allocated_profile(train, 0, namer=namer, time_ns=0, duration_ns=0),
     }
     for kind, button, key in (

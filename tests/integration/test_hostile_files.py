@@ -107,7 +107,7 @@ def run_verbs(pairs):
 
 
 def test_verbs_refuse_hostile_files(files):
-    """Whatever is asked: input that can not be used, and nothing of it was run.
+    """Whatever is asked: input that cannot be used, and nothing of it was run.
 
     A file is refused as it is read, which all verbs do alike, so each file meets one of them in
     turn, and dump, which reads in its own way.

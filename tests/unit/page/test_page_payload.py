@@ -72,7 +72,7 @@ def check_file(path):
         if timeline["time"] is not None:
             assert page[timeline["time"]] == list(replay.time_us)
         assert timeline["peak"] == replay.peak_moment
-        peak = heap.peak_profile(found, device, namer=file_function_namer)
+        peak = heap.replayed_profile(found, device, namer=file_function_namer)
         at_peak = alive_at(page, timeline, timeline["peak"])
         assert at_peak == {stack: size for stack, (_, size) in sums(peak).items()}
         for moment in (0, replay.events // 3, replay.events):

@@ -6,7 +6,7 @@ import pytest
 from support.recordings import DATA
 
 from gpumem_otel.base.profile import DeviceStats, ProfileKind
-from gpumem_otel.profiles.heap import check, peak_profile
+from gpumem_otel.profiles.heap import check, replayed_profile
 from gpumem_otel.profiles.of_file import load_snapshot
 from gpumem_otel.profiles.window_peak import PeakCounter, window_peak
 from gpumem_otel.snapshot.reading import Reading
@@ -44,7 +44,7 @@ def test_it_is_that_of_the_file(path):
     """Of a file whose frees tell who freed, the total is the same as without their stacks."""
     snapshot = load_snapshot(path)
     device = snapshot.devices()[0]
-    expected = peak_profile(load_snapshot(path), device, namer=file_function_namer)
+    expected = replayed_profile(load_snapshot(path), device, namer=file_function_namer)
     pauses = []
     found = window_peak(
         reading(snapshot),

@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpumem_otel.base.profile import Annotation
-from gpumem_otel.snapshot.labels import Spans
+from gpumem_otel.snapshot.labels import AnnotatedRanges
 
 
 def spans(*marks):
-    return Spans([Annotation(name, stage, 0, time) for name, stage, time in marks])
+    return AnnotatedRanges([Annotation(name, stage, 0, time) for name, stage, time in marks])
 
 
 def test_ranges_nest_and_hold_their_start_alone():
@@ -69,7 +69,7 @@ def test_what_a_mark_keeps_does_not_grow_with_the_depth():
     marks = [Annotation("deep", "START", 0, time) for time in range(20_000)]
     tracemalloc.start()
     try:
-        found = Spans(marks)
+        found = AnnotatedRanges(marks)
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

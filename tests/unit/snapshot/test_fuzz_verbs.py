@@ -242,7 +242,7 @@ def test_lines_of_a_recording(run, draw):
         where = where[key]
     try:
         data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
-    except (TypeError, ValueError):  # junk that JSON can not hold
+    except (TypeError, ValueError):  # junk that JSON cannot hold
         return
     through(run, data, draw.draw)
 

@@ -16,7 +16,6 @@ from gpumem_otel.profiles.heap import (
     allocated_profile,
     check,
     live_profile,
-    peak_profile,
     replayed_profile,
 )
 from gpumem_otel.profiles.of_file import load_snapshot
@@ -48,7 +47,7 @@ def stacks_of(profile):
 
 
 def peak(made, device=0):
-    return peak_profile(made, device, namer=file_function_namer)
+    return replayed_profile(made, device, namer=file_function_namer)
 
 
 # by hand
@@ -315,7 +314,7 @@ def test_annotations_name_the_innermost_range():
         )
     ]
     made = from_torch(raw)
-    found = peak_profile(made, 0, namer=file_function_namer, label="annotation")
+    found = replayed_profile(made, 0, namer=file_function_namer, label="annotation")
     assert labelled(found) == {
         (("annotation", "[none]"),): 1 + 8,
         (("annotation", "step"),): 2,
@@ -337,7 +336,7 @@ def test_what_came_after_the_trace_is_not_said_to_be_older(label):
 def test_no_such_label():
     made, _ = played([], [alloc(1, 1)])
     with pytest.raises(ValueError, match="label 'class': not one of pool, compile_context"):
-        peak_profile(made, 0, namer=file_function_namer, label="class")
+        replayed_profile(made, 0, namer=file_function_namer, label="class")
 
 
 # against a pretended allocator
@@ -418,7 +417,7 @@ def test_any_snapshot_plays_through_and_its_dump_stands_at_the_end(raw):
         for label in (None, "pool", "compile_context", "annotation"):
             live = live_profile(made, device, namer=file_function_namer, label=label)
             assert live.total_bytes == made.books(device).allocated_bytes
-            top = peak_profile(made, device, namer=file_function_namer, label=label)
+            top = replayed_profile(made, device, namer=file_function_namer, label=label)
             assert top.total_bytes == max(replay.allocated_bytes)
 
 
@@ -454,11 +453,13 @@ def test_real_recordings_reconcile(path):
         base = requested - net
         assert base >= 0
         assert list(replay.allocated_bytes) == [base + held for held in sums]
-        assert peak_profile(made, device, namer=file_function_namer).total_bytes == base + max(sums)
+        assert replayed_profile(made, device, namer=file_function_namer).total_bytes == base + max(
+            sums
+        )
         assert replay.reserved_bytes[-1] == made.books(device).reserved_bytes
         assert min(replay.reserved_bytes) >= 0
         assert Frame("") not in {
-            f for s in peak_profile(made, device, namer=file_function_namer).samples
+            f for s in replayed_profile(made, device, namer=file_function_namer).samples
             for f in s.frames
         }  # fmt: skip
 

@@ -10,13 +10,14 @@ import pickletools
 import struct
 import subprocess
 import sys
+import tracemalloc
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpumem_otel.errors import SnapshotError
-from gpumem_otel.snapshot import load
+from gpumem_otel.snapshot import unpickle
 
 ALLOWED = {
     *("PROTO", "FRAME", "STOP", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BINFLOAT"),
@@ -46,7 +47,7 @@ VALUES = st.recursive(
 
 
 def loads(data: bytes):
-    return load.loads(data, "made")
+    return unpickle.loads(data, "made")
 
 
 def refusal(data: bytes) -> str:
@@ -71,7 +72,7 @@ def test_the_exact_way_agrees_with_the_fast_one(value):
     """Whatever the fast way lets pass, the one that follows the stack lets pass too."""
     data = pickle.dumps([value, value, (("now", ("exact",)), 1)], 4)
     assert loads(data)[0] == value
-    load._scan_exactly(pickle.dumps(value, 4))
+    unpickle._check_tuples(pickle.dumps(value, 4))
 
 
 @given(value=VALUES, protocol=st.integers(2, 5))
@@ -79,8 +80,8 @@ def test_the_exact_way_agrees_with_the_fast_one(value):
 def test_both_ways_to_repeat_match_the_same(value, protocol):
     """Before Python 3.11.5 runs are matched in pieces; here in pieces of three."""
     data = pickle.dumps([(0, 1), value, value, {"pool_id": (0, 300)}], protocol)
-    possessive = load._harmless(0)
-    pieces = load._harmless(0, b"{1,3}")
+    possessive = unpickle._harmless_run(0)
+    pieces = unpickle._harmless_run(0, b"{1,3}")
     position = 2
     while position < len(data):
         whole = possessive.match(data, position)
@@ -88,7 +89,7 @@ def test_both_ways_to_repeat_match_the_same(value, protocol):
         while piece := pieces.match(data, position):
             position = piece.end()
         assert position == end
-        position = load._after(data, position, data[position]) if position < len(data) else end
+        position = unpickle._next_opcode(data, position) if position < len(data) else end
 
 
 def test_what_is_shared_stays_shared():
@@ -178,12 +179,12 @@ def test_whatever_needs_more_than_plain_opcodes_is_refused(value, protocol):
     )
 
 
-def test_the_second_lock_refuses_too():
+def test_the_unpickler_itself_refuses_too():
     """Were the scan to miss it, the unpickler itself still looks nothing up."""
-    guarded = load._Unpickler.__new__(load._Unpickler)
-    with pytest.raises(load._Refused, match=r"os\.system"):
+    guarded = unpickle._Unpickler.__new__(unpickle._Unpickler)
+    with pytest.raises(unpickle._RefusedError, match=r"os\.system"):
         guarded.find_class("os", "system")
-    with pytest.raises(load._Refused, match="outside"):
+    with pytest.raises(unpickle._RefusedError, match="outside"):
         guarded.persistent_load("x")
 
 
@@ -192,6 +193,39 @@ def test_other_protocols_are_refused(version):
     assert refusal(b"\x80" + bytes([version]) + b"N.") == (
         f"refused as a pickle: protocol {version}, 2 to 5 are read"
     )
+
+
+HUNGRY = {
+    "memo index of nine bytes": b"\x80\x02]r\xff\xff\xff\x0f.",
+    "memo index in protocol 4": b"\x80\x04Nr\xff\xff\xff\xff.",
+    "bytearray": b"\x80\x05\x96" + struct.pack("<Q", 1 << 32) + b".",
+    "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40) + b".",
+    "text": b"\x80\x04\x8d" + struct.pack("<Q", 1 << 40) + b".",
+    "text of 4 GiB": b"\x80\x04X\xff\xff\xff\xff.",
+    "frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 40) + b"N.",
+    "number": b"\x80\x04\x8b\xff\xff\xff\x7f.",
+    "tuples by reference": b"\x80\x04)\x94" + b"h\x00h\x00\x86\x94" * 9 + b"h\x00.",
+}
+
+
+@pytest.mark.parametrize("name", HUNGRY)
+def test_a_few_bytes_take_little_memory(name):
+    """The plain unpickler takes a gigabyte for some of these."""
+    with contextlib.suppress(SnapshotError):
+        loads(b"\x80\x04)\x85.")  # what is imported and compiled once
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(SnapshotError):
+            loads(HUNGRY[name])
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_nine_byte_file_is_refused():
+    data = HUNGRY["memo index of nine bytes"]
+    assert len(data) == 9
+    assert "memo index" in refusal(data)
 
 
 def test_memo_indices_are_bounded_by_the_size():
@@ -207,7 +241,7 @@ def test_memo_indices_are_bounded_by_the_size():
 
 
 def test_memo_indices_of_large_files_are_bounded_as_well():
-    run = load._harmless(0x0102)
+    run = unpickle._harmless_run(0x0102)
     for index in (0, 0xFFFF, 0x00FF_0000, 0x0101_0000, 0x0102_FFFF):
         assert run.match(b"r" + struct.pack("<I", index)).end() == 5
     for index in (0x0103_0000, 0x0200_0000, 0x0201_0000, 0xFFFF_FFFF):
@@ -250,5 +284,5 @@ def test_random_opcodes_end_in_a_value_or_the_one_error(chunks):
 
 def test_importing_it_reads_no_opcode_table():
     """pickletools is large, and wanted only to name what is refused."""
-    code = "import sys, gpumem_otel.snapshot.load; sys.exit('pickletools' in sys.modules)"
+    code = "import sys, gpumem_otel.snapshot.unpickle; sys.exit('pickletools' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

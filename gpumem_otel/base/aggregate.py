@@ -1,10 +1,10 @@
-"""Sums by stack, the common ground of all profiles."""
+"""Totals by stack, which all profiles are made of."""
 
 from __future__ import annotations
 
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from gpumem_otel.base.profile import Sample
 
@@ -16,48 +16,50 @@ if TYPE_CHECKING:
     from gpumem_otel.base.protocols import Pause
 
     Labels: TypeAlias = tuple[tuple[str, str], ...]
-    Sums: TypeAlias = dict[tuple[Stack, Labels], list[int]]
+    Totals: TypeAlias = dict[tuple[Stack, Labels], list[int]]
+
+K = TypeVar("K")
 
 _BLOCKS_PER_PAUSE = 32
 
 
-def add(sums: Sums, key: tuple[Stack, Labels], objects: int, size_bytes: int) -> None:
-    """Count so much under a stack and its labels."""
-    entry = sums.get(key)
+def add(totals: dict[K, list[int]], key: K, objects: int, size_bytes: int) -> None:
+    """Add objects and bytes to a key, for instance a stack with its labels."""
+    entry = totals.get(key)
     if entry is None:
-        sums[key] = [objects, size_bytes]
+        totals[key] = [objects, size_bytes]
     else:
         entry[0] += objects
         entry[1] += size_bytes
 
 
-def sum_up(samples: Iterable[Sample]) -> Sums:
+def sum_up(samples: Iterable[Sample]) -> Totals:
     """The samples, those of one stack and labels together."""
-    sums: Sums = {}
+    totals: Totals = {}
     for sample in samples:
-        add(sums, (sample.frames, sample.labels), sample.objects, sample.size_bytes)
-    return sums
+        add(totals, (sample.frames, sample.labels), sample.objects, sample.size_bytes)
+    return totals
 
 
 def order_key(stack: Stack) -> list[tuple[str, str, int]]:
-    """What stacks are sorted by where nothing else tells them apart."""
+    """Order of stacks of equal size and count."""
     return [(frame.name, frame.filename, frame.line) for frame in stack]
 
 
-def samples_of(sums: Sums, pause: Pause | None = None) -> tuple[Sample, ...]:
+def samples_of(totals: Totals, pause: Pause | None = None) -> tuple[Sample, ...]:
     """Largest first; stacks are compared only where sizes and counts are equal."""
-    found: list[Sample] = []
+    samples: list[Sample] = []
     ranks: list[tuple[int, int, int]] = []
-    for index, ((frames, labels), (objects, size)) in enumerate(sums.items()):
-        found.append(Sample(frames, objects, size, labels))
+    for index, ((frames, labels), (objects, size)) in enumerate(totals.items()):
+        samples.append(Sample(frames, objects, size, labels))
         ranks.append((-size, -objects, index))
         if pause is not None and not index % _BLOCKS_PER_PAUSE:
             pause()
-    # plain tuples are sorted several times as fast as by a key function, and can not be sliced
+    # plain tuples are sorted several times as fast as by a key function, and cannot be sliced
     ranks.sort()
     ordered: list[Sample] = []
     for _, equals in groupby(ranks, key=itemgetter(0, 1)):
-        ties = [found[rank[2]] for rank in equals]
+        ties = [samples[rank[2]] for rank in equals]
         if len(ties) > 1:
             ties.sort(key=lambda sample: (order_key(sample.frames), sample.labels))
         ordered += ties
@@ -80,7 +82,7 @@ def scale(
     if not seen:
         return values, total, f"{what}: none recorded, {counter} rose by {total}"
     if not total:
-        # events of a moment that the counter does not cover: what was seen is real all the same
+        # events of a time that the counter does not cover: what was recorded is real all the same
         return values, 0, f"{what} as recorded, not scaled: {counter} did not move"
     scaled = [value * total // seen for value in values]
     left = total - sum(scaled)
