@@ -338,7 +338,7 @@ class Yields(Way):
 
     def install(self) -> None:
         import gpumem_otel
-        from gpumem_otel.api import yields
+        from gpumem_otel.api import lifecycle, yields
         from gpumem_otel.errors import YieldRefusedError
         from gpumem_otel.yielding.values import (
             OperationState,
@@ -357,6 +357,7 @@ class Yields(Way):
         self.hooks = Registered()
         self.api, self.refusal = gpumem_otel, YieldRefusedError
         self.yields, self.state = yields, OperationState
+        self.current_agent = lifecycle.current
         self.request, self.back, self.level = YieldRequest, RestoreRequest, YieldLevel
         gpumem_otel.install(
             interval_seconds=3600, profiles=("live",), run_dir=self.asked["run_dir"], port=0
@@ -429,7 +430,7 @@ class Yields(Way):
     def from_outside(self, level: str, submitted: threading.Event) -> None:
         """As the control listener does: submit, watch, submit the restore."""
         try:
-            engine = self.yields.engine_of(self.api.lifecycle.current())
+            engine = self.yields.engine_of(self.current_agent())
             wanted = self.request(level=self.level(level), wait_seconds=SAFE_POINT_SECONDS)
             ended = self.ended(engine, engine.submit(wanted, "benchmark"), submitted)
             if ended.state is self.state.REFUSED:
