@@ -13,14 +13,14 @@ import time
 
 import torch
 
-from gpumem_otel.capture.source import TorchSource
 from gpumem_otel.base.counters import Counters
-from gpumem_otel.yielding.values import ScanResult, Candidate
-from gpumem_otel.settings.options import resolve
+from gpumem_otel.capture.source import TorchSource
 from gpumem_otel.settings.identity import identify
-from gpumem_otel.yielding.control.listener import ControlListener
+from gpumem_otel.settings.options import resolve
 from gpumem_otel.yielding.callbacks import Callbacks
+from gpumem_otel.yielding.control.listener import ControlListener
 from gpumem_otel.yielding.engine.safepoint import SafePoints
+from gpumem_otel.yielding.values import Candidate, ScanResult
 from gpumem_otel.yielding.wiring import compose
 
 nn = torch.nn

@@ -79,10 +79,10 @@ class Snapshot:
 
     def __str__(self) -> str:
         from gpumem_otel.base.text import printable
-        from gpumem_otel.profiles.tables import books_table
+        from gpumem_otel.profiles.tables import totals_table
 
-        books = (self._opened.snapshot.books(device) for device in self.devices)
-        return f"{printable(self.source)}\n{books_table(books)}"
+        totals = (self._opened.snapshot.totals(device) for device in self.devices)
+        return f"{printable(self.source)}\n{totals_table(totals)}"
 
     @property
     def source(self) -> str:

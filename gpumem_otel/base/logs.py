@@ -1,4 +1,4 @@
-"""Loggers whose lines say who speaks, also where the job has set up no logging."""
+"""Loggers whose lines name this package, also where the job has set up no logging."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class DeviceStats:
         limit_bytes: the smaller of the device and the job's memory fraction, None if unknown.
         device_used_bytes: used on the device by everybody, None if unknown.
         process_used_bytes: of that by this process, by the driver's count, None if unknown.
-        others_used_bytes: likewise by other processes; the rest is the driver's own.
+        others_used_bytes: used by other processes; the rest is the driver's own.
         host_pinned_bytes: pinned host memory of this process, None where torch does not tell.
     """
 

@@ -126,7 +126,7 @@ class LiveProfileReader:
         """See `ProfileReader`."""
         return self.windows.allocated(seconds, stop)
 
-    def books(self) -> Mapping[int, DeviceTotals]:
+    def totals(self) -> Mapping[int, DeviceTotals]:
         """The totals of the last live read-out by device; {} before the first."""
         return self._totals
 
@@ -174,7 +174,7 @@ class LiveProfileReader:
         pacer.begin()
         try:
             for device in devices_of(reading):
-                totals[device] = reading.snapshot.books(device, pacer.pause)
+                totals[device] = reading.snapshot.totals(device, pacer.pause)
                 profile = live_profile(
                     reading.snapshot,
                     device,

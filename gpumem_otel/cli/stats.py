@@ -83,7 +83,7 @@ def _device(snapshot: TorchSnapshot, device: int) -> _Device:
     # record mode `state` keeps a single event, which is not a trace
     has_trace = len(events) > 1 and any(event.get("action") == "alloc" for event in events)
     return _Device(
-        snapshot.books(device),
+        snapshot.totals(device),
         lay_out(device, snapshot.raw_segments(device)),
         len(events),
         snapshot.replay(device) if has_trace else None,
@@ -229,9 +229,9 @@ def _peak_rows(replay: Replay) -> list[tuple[str, str]]:
 
 def _print(devices: Sequence[_Device]) -> None:
     """Without a terminal: a line per device, then each in full."""
-    from gpumem_otel.profiles.tables import books_table
+    from gpumem_otel.profiles.tables import totals_table
 
-    click.echo(books_table([item.totals for item in devices]), nl=False)
+    click.echo(totals_table([item.totals for item in devices]), nl=False)
     for item in devices:
         headers = (f"device {item.totals.device}", "")
         click.echo(f"\n{table(headers, _rows(item), left=frozenset({0}))}", nl=False)

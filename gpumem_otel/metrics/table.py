@@ -206,7 +206,7 @@ METRICS: tuple[Metric, ...] = (
            "1 where profiles can be had, else 0 with the reason.",
            v.supported, ("reason",)),
     Metric("gpumem.values.timestamp", "gpumem_values_timestamp_seconds", _GAUGE, "s", _FULL,
-           "When the allocator was asked for these values, seconds since 1970; it stands still "
+           "When the allocator was asked for these values, seconds since 1970; it stays the same "
            "while the driver holds the process.",
            v.of_process(lambda o: o.time_ns / 1_000_000_000)),
     Metric("gpumem.exporter", "gpumem_exporter_seconds_total", _COUNTER, "s", _FULL,
@@ -237,7 +237,7 @@ METRICS: tuple[Metric, ...] = (
            v.counter("exporter_history_overflow")),
     Metric("gpumem.exporter.readouts_raced", "gpumem_exporter_readouts_raced_total", _COUNTER,
            "{readout}", _FULL,
-           "Read-outs during which the job allocated or freed: their books could not be compared.",
+           "Read-outs during which the job allocated or freed: their totals could not be compared.",
            v.counter("readouts_raced")),
     Metric("gpumem.exporter.readouts_breached", "gpumem_exporter_readouts_breached_total",
            _COUNTER, "{readout}", _FULL,

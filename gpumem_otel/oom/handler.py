@@ -291,8 +291,8 @@ class OomHandler:
             age_seconds, profiles = last
             note = f"of {age_seconds:.0f} s before: a snapshot would have stopped the job too long"
         profile = next((each for each in profiles if each.device == device), None)
-        books = None if reading is None else reading.snapshot.books(device)
-        return replace(account, profile=profile, books=books, note=note)
+        totals = None if reading is None else reading.snapshot.totals(device)
+        return replace(account, profile=profile, totals=totals, note=note)
 
     def _deliver(self, account: Account, seconds: float) -> None:
         """Send the profile; it stays in the spool if this rank does not push, or that fails."""

@@ -62,25 +62,25 @@ class Account:
 
     Attributes:
         profile: of its device; None if there is none.
-        books: of the same snapshot; None if there is none.
+        totals: of the same snapshot; None if there is none.
         note: when the profile was taken, one clause; "" for the moment of the failure itself.
     """
 
     oom: OutOfMemory
     rank: int
     profile: HeapProfile | None = None
-    books: DeviceTotals | None = None
+    totals: DeviceTotals | None = None
     steps: int = 0
     note: str = ""
 
 
-def cached_by_cause(books: DeviceTotals) -> dict[str, int]:
+def cached_by_cause(totals: DeviceTotals) -> dict[str, int]:
     """Reserved but not allocated, by the causes of `gpumem_cached_bytes`; without zeros."""
     parts = {
-        "waiting_for_stream": books.pending_free_bytes,
-        "split_remainders": books.split_remainder_bytes,
-        "private_pools": books.private_pool_free_bytes,
-        "free_segments": books.free_segment_bytes,
+        "waiting_for_stream": totals.pending_free_bytes,
+        "split_remainders": totals.split_remainder_bytes,
+        "private_pools": totals.private_pool_free_bytes,
+        "free_segments": totals.free_segment_bytes,
     }
     return {cause: size for cause, size in parts.items() if size}
 
@@ -118,7 +118,7 @@ def class_totals(profile: HeapProfile) -> dict[str, int]:
 
 def json_line(account: Account) -> str:
     """The failure as one line of JSON, without a line end; keys are stable."""
-    oom, books, profile = account.oom, account.books, account.profile
+    oom, totals, profile = account.oom, account.totals, account.profile
     line: dict[str, object] = {
         "event": OOM_EVENT,
         "rank": account.rank,
@@ -128,9 +128,9 @@ def json_line(account: Account) -> str:
         "asked_bytes": oom.asked_bytes,
         "free_bytes": oom.free_bytes,
         "limit_bytes": oom.limit_bytes,
-        "allocated_bytes": books.allocated_bytes if books else None,
-        "cached_bytes": books.reserved_bytes - books.allocated_bytes if books else None,
-        "cached": cached_by_cause(books) if books else {},
+        "allocated_bytes": totals.allocated_bytes if totals else None,
+        "cached_bytes": totals.reserved_bytes - totals.allocated_bytes if totals else None,
+        "cached": cached_by_cause(totals) if totals else {},
         "classes": class_totals(profile) if profile else {},
         "top": [_as_json(holder) for holder in holders(profile)] if profile else [],
     }
@@ -153,17 +153,17 @@ def _as_json(holder: HoldingStack) -> dict[str, object]:
 
 def log_block(account: Account) -> str:
     """The failure for people: the request, the free memory, and what holds the rest."""
-    oom, books, profile = account.oom, account.books, account.profile
+    oom, totals, profile = account.oom, account.totals, account.profile
     failure = (
         f"out of memory on device {oom.device} of rank {account.rank}: asked for "
         f"{human_bytes(oom.asked_bytes)}, {human_bytes(oom.free_bytes)} of the device are free, "
         f"the job may take {human_bytes(oom.limit_bytes)}"
     )
     lines = [failure, _circumstances(account)]
-    if books is not None:
-        cached = books.reserved_bytes - books.allocated_bytes
-        line = f"  allocated {human_bytes(books.allocated_bytes)}, cached {human_bytes(cached)}"
-        lines.append(line + _in_brackets(cached_by_cause(books)))
+    if totals is not None:
+        cached = totals.reserved_bytes - totals.allocated_bytes
+        line = f"  allocated {human_bytes(totals.allocated_bytes)}, cached {human_bytes(cached)}"
+        lines.append(line + _in_brackets(cached_by_cause(totals)))
     if profile is None:
         lines.append(f"  no profile: {account.note or 'it could not be made'}")
         return "\n".join(lines)

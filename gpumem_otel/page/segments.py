@@ -96,7 +96,7 @@ def segments_form(
     of_block = {"address": "u64", "bytes": "f64", "requested": "f64", "state": "u8", "node": "u32"}
     return {
         "device": device,
-        "books": _books(snapshot.books(device)),
+        "totals": _totals(snapshot.totals(device)),
         "pools": ["default pool" if p == DEFAULT_POOL else f"pool {p}" for p in pools],
         "first": columns.add("u32", first, delta=True),
         **_columns(columns, {**kinds, "expandable": "u8", "node": "u32"}, rows),
@@ -127,13 +127,13 @@ def _columns(
     }
 
 
-def _books(books: DeviceTotals) -> dict[str, int]:
+def _totals(totals: DeviceTotals) -> dict[str, int]:
     """By cause; they add up to what is reserved."""
     return {
-        "reserved": books.reserved_bytes,
-        "allocated": books.allocated_bytes,
-        "pending_free": books.pending_free_bytes,
-        "free_segments": books.free_segment_bytes,
-        "split_remainders": books.split_remainder_bytes,
-        "private_pools_free": books.private_pool_free_bytes,
+        "reserved": totals.reserved_bytes,
+        "allocated": totals.allocated_bytes,
+        "pending_free": totals.pending_free_bytes,
+        "free_segments": totals.free_segment_bytes,
+        "split_remainders": totals.split_remainder_bytes,
+        "private_pools_free": totals.private_pool_free_bytes,
     }

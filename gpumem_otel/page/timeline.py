@@ -248,9 +248,9 @@ def readings_form(
             objects.append(number)
             sizes.append(size)
         start.append(len(node))
-        books = snapshot.books(device)
-        allocated.append(books.allocated_bytes)
-        reserved.append(books.reserved_bytes)
+        totals = snapshot.totals(device)
+        allocated.append(totals.allocated_bytes)
+        reserved.append(totals.reserved_bytes)
     peak = allocated.index(max(allocated))
     notes = []
     if merged:

@@ -376,7 +376,7 @@ def check(profile: HeapProfile, allocated_bytes: int | None = None) -> tuple[str
 
     Args:
         profile: the profile.
-        allocated_bytes: what the total has to be, for a live profile `books.allocated_bytes`.
+        allocated_bytes: what the total has to be, for a live profile `totals.allocated_bytes`.
     """
     problems = []
     if allocated_bytes is not None and profile.total_bytes != allocated_bytes:

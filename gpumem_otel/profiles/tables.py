@@ -101,7 +101,7 @@ def stack_lines(stack: Stack) -> list[str]:
     return [printable(f"{frame.name}{_place(frame)}") for frame in stack]
 
 
-def books_table(books: Iterable[DeviceTotals]) -> str:
+def totals_table(totals: Iterable[DeviceTotals]) -> str:
     """One row per device: what its allocator holds."""
     cells = [
         (
@@ -115,7 +115,7 @@ def books_table(books: Iterable[DeviceTotals]) -> str:
             human_bytes(b.bytes_without_stack),
             "yes" if b.history else "no",
         )
-        for b in books
+        for b in totals
     ]
     headers = (
         "device",

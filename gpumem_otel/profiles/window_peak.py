@@ -177,7 +177,7 @@ def _root(reading: Reading, replay: Replay, index: int) -> str:
 class _Classes:
     """Classes of allocations, by address where they still live at the end, else by stack.
 
-    An address table speaks of now: what stood at an address before was something else.
+    An address table is of this moment: another storage may have had the address before.
     """
 
     def __init__(self, replay: Replay, classifier: Classifier | None) -> None:

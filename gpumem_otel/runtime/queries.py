@@ -212,7 +212,7 @@ class Queries:
             time_ns=time_ns,
             devices=devices,
             home_device=self._home_device,
-            totals=self._reader.books(),
+            totals=self._reader.totals(),
             classes=self._reader.classes(),
             steps=self.step_stats(),
             counters=self._counters.snapshot(),

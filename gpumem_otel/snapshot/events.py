@@ -46,7 +46,7 @@ class EventFilter:
         stack: found in the name or file name of a frame of the event.
         since_us, until_us: microseconds since 1970, the end excluded; events without a time are
             left out where either is set.
-        address: of the event itself, or anywhere in the memory that it speaks of.
+        address: of the event itself, or anywhere in the memory of the event.
         actions: in torch's words.
     """
 

@@ -1,7 +1,7 @@
 """How a device's memory lies: states, pools, and why what is free is not given back.
 
-For people who look at a file: it walks every block once more than `books` does, and its totals are
-those of `books`, cause by cause.
+For people who look at a file: it walks every block once more than `totals` does, and its totals are
+those of `totals`, cause by cause.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class TorchSnapshot:
         self._annotations_by_device: dict[int, list[Annotation]] | None = None
         self._reader = torch_format.RawReader()
         self.builders: dict[tuple[FrameNamer, int], StackBuilder] = {}
-        self._books: dict[int, DeviceTotals] = {}
+        self._totals: dict[int, DeviceTotals] = {}
         self._replays: dict[int, Replay] = {}
         self._warnings: tuple[str, ...] | None = None
 
@@ -194,23 +194,23 @@ class TorchSnapshot:
                 return True
         return False
 
-    def books(self, device: int, pause: Pause | None = None) -> DeviceTotals:
+    def totals(self, device: int, pause: Pause | None = None) -> DeviceTotals:
         """Totals over the segments and blocks of a device; all zero where it has none.
 
         Args:
             device: torch's index.
             pause: called every 32 blocks.
         """
-        books = self._books.get(device)
-        if books is None:
-            books = self._books[device] = add_up(
+        totals = self._totals.get(device)
+        if totals is None:
+            totals = self._totals[device] = add_up(
                 device,
                 self._of_device(device),
                 has_events=bool(self._trace(device)),
                 resolved=self.resolved,
                 pause=pause,
             )
-        return books
+        return totals
 
     def has_timeline(self, device: int) -> bool:
         """Whether the trace holds more than one moment.
@@ -255,7 +255,7 @@ class TorchSnapshot:
     ) -> list[LiveGroup]:
         """Every allocated block of a device, grouped by stack.
 
-        The sizes add up to `books(device).allocated_bytes`. Frames are compared by identity,
+        The sizes add up to `totals(device).allocated_bytes`. Frames are compared by identity,
         which torch and pickle both preserve; equal stacks that do not share their frames may be
         groups of their own.
 

@@ -110,7 +110,7 @@ class Blocks:
     def __init__(self, reading: Reading, device: int, namer: FrameNamer, *, recorded: bool) -> None:
         self.device = device
         snapshot = reading.snapshot
-        self.totals: DeviceTotals = snapshot.books(device)
+        self.totals: DeviceTotals = snapshot.totals(device)
         self.stats: DeviceStats | None = {s.device: s for s in reading.after}.get(device)
         self._reading = reading
         self._recorded = recorded or self.totals.bytes_without_stack < self.totals.allocated_bytes

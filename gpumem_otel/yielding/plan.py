@@ -120,7 +120,7 @@ def make_plan(request: YieldRequest, scan: ScanResult, driver_refusal: str | Non
     elif not driver and not goes and chooses(request):
         why = f" ({'; '.join(notes)})" if notes else ""
         raise YieldRefusedError(
-            f"yield: nothing of what was chosen is there{why}: the job would only stand still; a "
+            f"yield: nothing of what was chosen is there{why}: the job would only wait; a "
             "dry run without a choice lists what exists"
         )
     elif auto and driver_refusal:

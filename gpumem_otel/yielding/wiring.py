@@ -63,7 +63,7 @@ def compose(
         source: reads the allocator.
         safe_points: of the job.
         callbacks: of the job.
-        participants: threads that do not use the GPU while the job's thread stands still.
+        participants: threads that do not use the GPU while the job's thread is stopped.
         environ: of the process.
         counters: of the engine.
         run_dir: folder in which the processes of this user reserve memory.

@@ -54,11 +54,13 @@ def test_every_recording_opens_in_every_view(open_page, recordings):
             for key in "123":
                 shown.press(key)
             state = shown.state
-            if found.books(device).segments:
-                assert state["segments"]["books"]["reserved"] == found.books(device).reserved_bytes
+            if found.totals(device).segments:
+                assert (
+                    state["segments"]["totals"]["reserved"] == found.totals(device).reserved_bytes
+                )
             shown.press("1")
             shown.press("l")
-            assert (shown.state["total"] or 0) == found.books(device).allocated_bytes
+            assert (shown.state["total"] or 0) == found.totals(device).allocated_bytes
         shown.tab.close()
 
 
@@ -237,11 +239,11 @@ def test_a_difference_has_both_totals(open_page, train, oom):
 def test_segments_with_their_blocks(open_page, data_dir):
     found = load_snapshot(data_dir / GRAPH)
     shown = open_page(html.html(found, view="segments"))
-    books = found.books(0)
+    totals = found.totals(0)
     state = shown.state["segments"]
-    assert state["rows"] == books.segments
-    assert state["books"]["reserved"] == books.reserved_bytes
-    assert state["books"]["private_pools_free"] == books.private_pool_free_bytes
+    assert state["rows"] == totals.segments
+    assert state["totals"]["reserved"] == totals.reserved_bytes
+    assert state["totals"]["private_pools_free"] == totals.private_pool_free_bytes
     shown.tab.get_by_label("pool", exact=True).select_option("pool (1, 0)")
     private = [s for s in found.segments(0) if s.pool_id == (1, 0)]
     assert shown.state["segments"]["rows"] == len(private)
@@ -268,14 +270,14 @@ def test_devices_are_chosen(open_page, data_dir):
     shown = open_page(html.html(found))
     assert shown.state["device"] == 1
     assert shown.tab.get_by_label("device").input_value() == "1"
-    assert shown.state["total"] == found.books(1).allocated_bytes
+    assert shown.state["total"] == found.totals(1).allocated_bytes
 
 
 def test_moments_of_a_recording_are_its_readings(open_page):
     opened = open_bytes(make_recording(TRAIN, OOM, TRAIN), "run.gpumem")
     recording = opened.recording
     shown = open_page(html.file_html(opened, view="timeline"))
-    books = [reading.snapshot.books(0) for reading in recording.readings]
+    totals = [reading.snapshot.totals(0) for reading in recording.readings]
     state = shown.state
     assert state["view"] == "timeline"
     assert (state["moment"]["moments"], state["moment"]["index"]) == (3, 1)
@@ -283,8 +285,8 @@ def test_moments_of_a_recording_are_its_readings(open_page):
     for index, key in ((0, "Home"), (2, "End"), (1, "ArrowLeft")):
         shown.press(key)
         state = shown.state
-        assert state["total"] == state["moment"]["allocated"] == books[index].allocated_bytes
-        assert state["moment"]["reserved"] == books[index].reserved_bytes
+        assert state["total"] == state["moment"]["allocated"] == totals[index].allocated_bytes
+        assert state["moment"]["reserved"] == totals[index].reserved_bytes
     assert "2027-01-15 08:00:01.000 UTC" in state["status"]
 
 

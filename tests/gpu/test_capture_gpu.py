@@ -59,7 +59,7 @@ class Background:
                 source.stats()
                 source.status()
                 for profile in profiles:
-                    held = reader.books()[profile.device].allocated_bytes
+                    held = reader.totals()[profile.device].allocated_bytes
                     assert profile.total_bytes == held, (profile.total_bytes, held)
                 self.reads += 1
             except Exception as error:
@@ -115,7 +115,7 @@ def run(devices):
     return call
 
 
-def test_every_read_that_was_not_raced_closes_the_books_while_training(run):
+def test_every_read_that_was_not_raced_adds_up_while_training(run):
     run("""
         arming.start()
         import torch
@@ -198,10 +198,10 @@ def test_two_streams_and_delayed_frees(run):
                 del z
             torch.cuda.synchronize()
         (profile,) = reader.live()
-        books = reader.books()[0]
+        totals = reader.totals()[0]
         assert profile.total_bytes == torch.cuda.memory_allocated()
-        assert books.active_bytes == books.allocated_bytes + books.pending_free_bytes
-        assert books.reserved_bytes == torch.cuda.memory_reserved()
+        assert totals.active_bytes == totals.allocated_bytes + totals.pending_free_bytes
+        assert totals.reserved_bytes == torch.cuda.memory_reserved()
         assert float(x.sum()) == 1 << 20
         done()
         """)
@@ -233,7 +233,7 @@ def test_thirty_graphs_are_captured_and_replayed(run):
                 captured += 1
         assert captured == 30
         reader.live()
-        assert any(pool != (0, 0) for pool in reader.books()[0].pool_reserved_bytes)
+        assert any(pool != (0, 0) for pool in reader.totals()[0].pool_reserved_bytes)
         done()
         """)
 
@@ -277,7 +277,7 @@ def test_empty_cache_beside_reads(run):
                 torch.cuda.empty_cache()
         (profile,) = reader.live()
         assert profile.total_bytes == torch.cuda.memory_allocated() == 0
-        assert reader.books()[0].reserved_bytes == torch.cuda.memory_reserved() == 0
+        assert reader.totals()[0].reserved_bytes == torch.cuda.memory_reserved() == 0
         done()
         """)
 
@@ -537,9 +537,9 @@ def test_expandable_segments(run):
                 x = torch.ones((size % 13 + 1) << 18, device="cuda")
                 y = torch.ones((size % 7 + 1) << 20, device="cuda")
         (profile,) = reader.live()
-        books = reader.books()[0]
+        totals = reader.totals()[0]
         assert profile.total_bytes == torch.cuda.memory_allocated()
-        assert books.reserved_bytes == torch.cuda.memory_reserved()
+        assert totals.reserved_bytes == torch.cuda.memory_reserved()
         done()
         """
     run(script, PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True")

@@ -124,7 +124,7 @@ def test_flattened_weights_share_one_storage(run):
     """)
 
 
-def test_workspaces_saved_tensors_and_foreign_memory_close_the_books(run):
+def test_workspaces_saved_tensors_and_foreign_memory_adds_up(run):
     run("""
         gpumem_otel.install()
         model = torch.nn.TransformerEncoderLayer(256, 4, 512, batch_first=True).cuda()

@@ -147,7 +147,7 @@ def test_a_recording_of_a_replay_is_the_recording(start, tmp_path):
     agent.stop()
     again = load_recording(tmp_path / "again.gpumem", name="again")
     assert again.readings
-    assert again.readings[0].snapshot.books(0).allocated_bytes == ALLOCATED
+    assert again.readings[0].snapshot.totals(0).allocated_bytes == ALLOCATED
 
 
 def test_ranks_of_one_job_differ_by_rank_and_port(start):

@@ -43,7 +43,7 @@ def no_settings(monkeypatch):
 def push_totals(server, tmp_path, path: Path, service: str) -> None:
     """The server has the file's totals, pushed as a snapshot and as a pprof file."""
     snapshot = load_snapshot(path)
-    expected = {device: snapshot.books(device).allocated_bytes for device in snapshot.devices()}
+    expected = {device: snapshot.totals(device).allocated_bytes for device in snapshot.devices()}
     assert main(["push", str(path), "--url", server.url, "--service", service]) == 0
     converted = tmp_path / "live.pb.gz"
     assert main(["convert", str(path), "-o", str(converted)]) == 0

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -83,7 +83,9 @@ def test_every_option_is_sent(run_dir, ctl, tmp_path):
             "--release-host", "--dry-run", "--disk-dir", str(tmp_path),
         )  # fmt: skip
     assert (code, err) == (0, "")
-    assert double.submitted[0][0] == YieldRequest(
+    sent, default = double.submitted[0][0], YieldRequest()
+    assert [f.name for f in fields(sent) if getattr(sent, f.name) == getattr(default, f.name)] == []
+    assert sent == YieldRequest(
         level=YieldLevel.TENSORS,
         devices=(1, 0),
         classes=("parameter", "gradient"),

@@ -51,7 +51,7 @@ for name in sys.argv[3:]:
     try:
         snapshot = load_snapshot(name)
         for device in snapshot.devices():
-            snapshot.books(device), snapshot.live_groups(device), snapshot.event_groups(device)
+            snapshot.totals(device), snapshot.live_groups(device), snapshot.event_groups(device)
         print("read", len(snapshot.warnings), flush=True)
     except SnapshotError as error:
         print(error.reason, flush=True)

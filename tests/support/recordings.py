@@ -22,20 +22,20 @@ SECOND_NS = 1_000_000_000
 
 def stats_of(snapshot: TorchSnapshot, device: int, turn: int) -> DeviceStats:
     """Counters that agree with a snapshot."""
-    books = snapshot.books(device)
+    totals = snapshot.totals(device)
     return DeviceStats(
         device=device,
-        allocated_bytes=books.allocated_bytes,
-        requested_bytes=books.requested_bytes,
-        active_bytes=books.active_bytes,
-        reserved_bytes=books.reserved_bytes,
-        allocated_peak_bytes=books.allocated_bytes,
-        reserved_peak_bytes=books.reserved_bytes,
+        allocated_bytes=totals.allocated_bytes,
+        requested_bytes=totals.requested_bytes,
+        active_bytes=totals.active_bytes,
+        reserved_bytes=totals.reserved_bytes,
+        allocated_peak_bytes=totals.allocated_bytes,
+        reserved_peak_bytes=totals.reserved_bytes,
         allocations=1000 * (turn + 1),
         frees=900 * (turn + 1),
         allocation_bytes=10**9 * (turn + 1),
         requested_allocation_bytes=10**9 * (turn + 1),
-        segments=books.segments,
+        segments=totals.segments,
     )
 
 
@@ -54,7 +54,7 @@ def make_recording(*names: str, data: Path = DATA, windows: int = 0) -> bytes:
     )
     for turn, name in enumerate(names):
         snapshot = load_snapshot(data / name)
-        devices = [d for d in snapshot.devices() if snapshot.books(d).segments]
+        devices = [d for d in snapshot.devices() if snapshot.totals(d).segments]
         stats = tuple(stats_of(snapshot, device, turn) for device in devices)
         reading = Reading(
             snapshot=snapshot, time_ns=START_NS + turn * SECOND_NS, before=stats, after=stats

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from gpumem_otel.settings.options import OPTIONS
+from gpumem_otel.yielding.values import YieldRequest
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,3 +61,9 @@ def test_no_hazard_has_the_number_of_another():
     numbers = re.findall(r"^\| (\d+) \|", text, re.MULTILINE)
     assert len(numbers) > 70
     assert len(set(numbers)) == len(numbers)
+
+
+def test_the_yield_page_has_a_row_for_each_field_of_a_request():
+    page = (ROOT / "docs" / "yield.md").read_text()
+    for field in fields(YieldRequest):
+        assert f"| `{field.name}` |" in page, field.name

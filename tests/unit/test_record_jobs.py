@@ -33,8 +33,8 @@ def test_the_device_is_added_to_every_reading_and_all_else_stays(tmp_path):
             told += 1
             assert (stats.limit_bytes, stats.device_total_bytes) == (5_000, 6_000)
             assert stats.allocations == known.allocations
-            books = [one.snapshot.books(stats.device) for one in (old, new)]
-            assert books[0] == books[1]
+            totals = [one.snapshot.totals(stats.device) for one in (old, new)]
+            assert totals[0] == totals[1]
             groups = [
                 sorted(repr(group) for group in one.snapshot.live_groups(stats.device))
                 for one in (old, new)

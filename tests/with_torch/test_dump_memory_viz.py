@@ -43,11 +43,11 @@ def viz(*arguments):
 
 def test_stats_says_the_same(dumped):
     path, source = dumped
-    books = [source.snapshot.books(device) for device in source.snapshot.devices()]
+    totals = [source.snapshot.totals(device) for device in source.snapshot.devices()]
     said = viz("stats", path)
-    assert re.search(rf"^segments: {sum(b.segments for b in books)}$", said, re.MULTILINE)
+    assert re.search(rf"^segments: {sum(b.segments for b in totals)}$", said, re.MULTILINE)
     reserved, active = (
-        memory_viz.Bytes(sum(getattr(b, key) for b in books))
+        memory_viz.Bytes(sum(getattr(b, key) for b in totals))
         for key in ("reserved_bytes", "requested_bytes")
     )
     assert f"total_reserved: {reserved}\n" in said

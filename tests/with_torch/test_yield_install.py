@@ -27,9 +27,9 @@ from gpumem_otel.api import lifecycle
 import torch
 from support.pretend_cuda import pretend
 allocator = pretend(torch)
-from gpumem_otel.yielding import wiring as yieldparts
+from gpumem_otel.yielding import wiring
 from gpumem_otel.yielding.copy.devices import CpuDevices
-yieldparts.CudaDevices = CpuDevices  # the runtime's functions need a driver
+wiring.CudaDevices = CpuDevices  # the runtime's functions need a driver
 torch.cuda.is_current_stream_capturing = lambda: False
 
 def say(**facts):

@@ -25,15 +25,15 @@ HEAD = """
 import json, os, sys, threading
 import gpumem_otel
 from gpumem_otel.api import lifecycle
-from gpumem_otel.yielding import wiring as yieldparts
+from gpumem_otel.yielding import wiring
 from gpumem_otel.yielding.scan.candidates import CandidateFinder
 from gpumem_otel.snapshot.tensor_classes import classes_of
 from gpumem_otel.yielding.copy.devices import CpuDevices
 import torch
 from support.pretend_cuda import pretend
 allocator = pretend(torch)
-yieldparts.CudaDevices = CpuDevices
-yieldparts.MovableFinder = lambda source, environ, **_: CandidateFinder(
+wiring.CudaDevices = CpuDevices
+wiring.CandidateFinder = lambda source, environ, **_: CandidateFinder(
     source, environ, device_type="cpu")
 torch.cuda.is_current_stream_capturing = lambda: False
 real = torch.UntypedStorage.resize_

@@ -78,7 +78,7 @@ export interface Timeline {
 export interface SegmentTable {
   source: number;
   device: number;
-  books: Record<string, number>;
+  totals: Record<string, number>;
   pools: string[];
   address: BigUint64Array;
   bytes: Float64Array;
@@ -237,7 +237,7 @@ export async function decode(base64: string): Promise<Page> {
     segments: header.segments.map((form: Json) => ({
       source: form.source,
       device: form.device,
-      books: form.books,
+      totals: form.totals,
       pools: form.pools,
       address: at(form.address),
       bytes: at(form.bytes),

@@ -44,7 +44,7 @@ export class SegmentsView {
       this.arrange();
     },
   });
-  private readonly books = el("div", { class: "books", role: "img" });
+  private readonly totals = el("div", { class: "totals", role: "img" });
   private readonly detail = el("div", { class: "side detail", role: "region", "aria-label": "block" });
   private told: string[] = [];
 
@@ -56,27 +56,27 @@ export class SegmentsView {
     const host = el("div", { class: "pane" });
     this.map = new SegmentsMap(host, page, tooltip, (segment, block) => this.showBlock(segment, block));
     this.element = el("main", {}, el("div", { class: "view" }, host), this.detail);
-    this.tools = [field("sort", this.sorts.element), this.scales.element, field("pool", this.pools), this.books];
+    this.tools = [field("sort", this.sorts.element), this.scales.element, field("pool", this.pools), this.totals];
   }
 
   /** Shows a device's segments; what they add up to. */
   show(table: SegmentTable): (Node | string)[] {
     this.table = table;
-    const { books } = table;
+    const { totals } = table;
     if (this.pool !== "all" && !table.pools.includes(this.pool)) this.pool = "all";
     this.pools.replaceChildren(
       ...["all", ...table.pools].map((pool) => el("option", { value: pool }, pool === "all" ? "all pools" : pool)),
     );
     this.pools.value = this.pool;
-    const reserved = books.reserved!;
+    const reserved = totals.reserved!;
     const parts: [string, number, string][] = [
-      ["s0", books.allocated!, "allocated"],
-      ["s1", books.pending_free!, "waiting for another stream"],
-      ["f1", books.split_remainders!, "free beside allocated blocks (split remainders)"],
-      ["f2", books.private_pools_free!, "free in private pools"],
-      ["f0", books.free_segments!, "whole free segments"],
+      ["s0", totals.allocated!, "allocated"],
+      ["s1", totals.pending_free!, "waiting for another stream"],
+      ["f1", totals.split_remainders!, "free beside allocated blocks (split remainders)"],
+      ["f2", totals.private_pools_free!, "free in private pools"],
+      ["f0", totals.free_segments!, "whole free segments"],
     ];
-    this.books.replaceChildren(
+    this.totals.replaceChildren(
       ...parts.map(([name, bytes, what]) => {
         const part = el("i", { class: name, title: `${humanBytes(bytes)} ${what}, ${percent(bytes, reserved)}` });
         part.style.width = `${reserved ? (100 * bytes) / reserved : 0}%`;
@@ -84,15 +84,15 @@ export class SegmentsView {
       }),
     );
     this.told = parts.filter(([, bytes]) => bytes).map(([, bytes, what]) => `${humanBytes(bytes)} ${what}`);
-    this.books.setAttribute("aria-label", this.told.join(", "));
+    this.totals.setAttribute("aria-label", this.told.join(", "));
     this.arrange();
     return [
       el("b", {}, humanBytes(reserved)),
       " reserved, ",
-      el("b", {}, humanBytes(books.allocated!)),
+      el("b", {}, humanBytes(totals.allocated!)),
       " allocated, ",
-      el("b", {}, humanBytes(reserved - books.allocated! - books.pending_free!)),
-      books.pending_free ? ` free, ${humanBytes(books.pending_free)} waiting in ` : " free in ",
+      el("b", {}, humanBytes(reserved - totals.allocated! - totals.pending_free!)),
+      totals.pending_free ? ` free, ${humanBytes(totals.pending_free)} waiting in ` : " free in ",
       `${plural(table.bytes.length, "segment")}, ${plural(table.block.bytes.length, "block")}`,
     ];
   }
@@ -116,7 +116,7 @@ export class SegmentsView {
   }
 
   state() {
-    return { rows: this.map.rows.length, books: this.table!.books, chosen: this.map.chosen };
+    return { rows: this.map.rows.length, totals: this.table!.totals, chosen: this.map.chosen };
   }
 
   placeOfBlock(row: number, nth: number) {

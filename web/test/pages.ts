@@ -74,7 +74,7 @@ export function segmentsOf(page: Page, number: number, node: number): SegmentTab
   const kind = page.strings.push("large") - 1;
   const zeros = () => new Uint32Array(number);
   return {
-    source: 0, device: 0, books: {}, pools: ["default pool"], address,
+    source: 0, device: 0, totals: {}, pools: ["default pool"], address,
     bytes: Float64Array.from(each(() => 10)),
     stream: new Float64Array(number),
     kind: Uint32Array.from(each(() => kind)),

@@ -78,7 +78,7 @@ def _requesting(request_type: type) -> Callable[[Callable[..., Any]], Callable[.
 
 
 def _option_of(field: RequestField) -> dict[str, Any]:
-    """What click is told of a field."""
+    """The arguments of `click.option` for a field."""
     kind = field.kind
     if isinstance(kind, OneOf):
         return {"help": field.help, "type": click.Choice(kind.words)}

@@ -209,7 +209,7 @@ def _stopping(agent: Agent) -> Iterator[None]:
 
 def _totals_and_steps(agent: Agent) -> tuple[Mapping[int, DeviceTotals], int]:
     """Of the reading that was made just now."""
-    totals = agent.reader.books() if agent.reader is not None else {}
+    totals = agent.reader.totals() if agent.reader is not None else {}
     return totals, agent.queries.step_stats().steps if agent.queries is not None else 0
 
 

@@ -172,7 +172,7 @@ def process_of(identity: Identity) -> Process:
 
 
 def as_json(value: Any) -> Any:
-    """A value of `core.yields` as JSON: every field by its name, in order."""
+    """A value of `yielding.values` as JSON: every field by its name, in order."""
     if isinstance(value, Enum):
         return value.value
     if is_dataclass(value):

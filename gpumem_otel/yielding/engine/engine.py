@@ -61,7 +61,7 @@ class YieldEngine:
     Args:
         parts: what moves memory.
         counters: see `StatusTracker`.
-        environ: of the process, for what may end a job that stands still.
+        environ: of the process, for what may end a job that is stopped.
 
     Attributes:
         phases: for a coordinator that runs them one by one; do not mix with the calls here.
@@ -328,7 +328,7 @@ class YieldEngine:
     def _undone_but_zeros(
         self, operation_id: str, error: BaseException, message: str
     ) -> BaseException:
-        """The job goes on with other contents: it is told, whoever asked for the yield."""
+        """The job goes on with other contents: raised in it, whoever asked for the yield."""
         message += " and are zeros now"
         self._end(operation_id, OperationState.FAILED, error=message, reason=message)
         self._evict(message)

@@ -155,7 +155,7 @@ class OperationWaiter:
         return report
 
     def _undone(self) -> GpumemError:
-        """For a caller who was not interrupted: the thread that stands still was."""
+        """For a caller that was not interrupted: the stopped thread was."""
         state = self._tracker.state
         why = "yield: the job was interrupted"
         if state is YieldState.RUNNING:

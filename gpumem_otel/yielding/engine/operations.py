@@ -50,7 +50,7 @@ class StatusTracker:
             `yield_operations` by kind and outcome.
 
     Attributes:
-        on_phase: called for each phase when its operation has ended, since the job may stand still
+        on_phase: called for each phase when its operation has ended, since the job may be stopped
             until then.
         on_operation: called for each operation when it has ended, with the time of that.
     """

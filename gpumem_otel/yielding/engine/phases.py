@@ -217,7 +217,7 @@ class Phases:
         return self._settle(request, refusal)
 
     def _settle(self, request: YieldRequest, refusal: str | None) -> Plan:
-        """The job stands still: find what goes, and reserve room for it."""
+        """The job is stopped: find what can go, and reserve room for it."""
         parts = self._parts
         if self._admitted:  # the last one could not be abandoned
             self._abandon()

@@ -1,4 +1,4 @@
-"""The report of a yield or a restore, and what may end a job that stands still."""
+"""The report of a yield or a restore, and what may end a job that is stopped."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def risks_of(
     world_size: int = 1,
     lease_seconds: float | None = None,
 ) -> tuple[str, ...]:
-    """What may end a job while it stands still, as far as its environment shows; one line each.
+    """What may end a job while it is stopped, as far as its environment shows; one line each.
 
     Args:
         environ: of the process.

@@ -37,12 +37,12 @@ _TRIES: Final = 10
 """A thread that pins the next batches is soon done, one that trains is not."""
 _WAY_OUT: Final = (
     "stop it before the yield (yield_callbacks), or call gpumem_otel.participant() in it if it "
-    "leaves the GPU alone while the training thread stands still"
+    "leaves the GPU alone while the training thread is stopped"
 )
 
 
 class Quiescence:
-    """Looks for other threads that use the GPU while the job's thread stands still.
+    """Looks for other threads that use the GPU while the job's thread is stopped.
 
     A prefetcher, a checkpoint written in the background or a thread that averages weights would go
     on with storages that are about to be emptied. Three signs: a thread runs code that knows torch,
@@ -69,7 +69,7 @@ class Quiescence:
         self._clock = clock
 
     def check(self, parked: threading.Thread) -> None:
-        """Look, while this thread stands still.
+        """Look, while this thread is stopped.
 
         Raises:
             YieldRefusedError: another thread uses the GPU, or may.
@@ -123,7 +123,7 @@ class StopRequest:
     """A request to stop, and the thread that stopped.
 
     Attributes:
-        thread: stands still; None while none does.
+        thread: the stopped one; None while none is.
         here: that thread asked for the yield itself, and waits for nothing.
         device: the current device of that thread; None where it uses none.
         interrupted: what a signal handler raised in it meanwhile.

@@ -48,7 +48,7 @@ def test_a_snapshot_says_what_it_is(snapshot):
     assert repr(snapshot) == f"<gpumem_otel.Snapshot {str(PATH)!r} devices=[0]>"
     assert snapshot.devices == (0,)
     assert snapshot.warnings == core_load(PATH).warnings
-    assert snapshot.core.books(0).reserved_bytes == 1140850688
+    assert snapshot.core.totals(0).reserved_bytes == 1140850688
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.name)
@@ -57,12 +57,12 @@ def test_totals_are_those_of_the_core(path):
     core = core_load(path)
     for device in core.devices():
         live = loaded.profile(device=device)
-        assert live.total_bytes == core.books(device).allocated_bytes
+        assert live.total_bytes == core.totals(device).allocated_bytes
         if any(event["action"] == "alloc" for event in core.raw_events(device)):
             peak = loaded.profile("peak", device)
             assert peak.total_bytes == max(core.replay(device).allocated_bytes)
     whole = loaded.profile()
-    assert whole.total_bytes == sum(core.books(d).allocated_bytes for d in core.devices())
+    assert whole.total_bytes == sum(core.totals(d).allocated_bytes for d in core.devices())
     assert whole.device == (core.devices()[0] if len(core.devices()) == 1 else -1)
 
 
@@ -171,17 +171,17 @@ def test_a_profile_as_a_table(snapshot):
 
 
 def test_blocks_and_segments_as_tables(snapshot):
-    books = snapshot.core.books(0)
+    totals = snapshot.core.totals(0)
     blocks, segments = snapshot.to_pandas(), snapshot.to_pandas("segments")
-    assert (len(blocks), len(segments)) == (books.blocks, books.segments)
-    assert segments["size_bytes"].sum() == books.reserved_bytes
-    assert segments["allocated_bytes"].sum() == books.allocated_bytes
-    assert blocks["size_bytes"].sum() == books.reserved_bytes
+    assert (len(blocks), len(segments)) == (totals.blocks, totals.segments)
+    assert segments["size_bytes"].sum() == totals.reserved_bytes
+    assert segments["allocated_bytes"].sum() == totals.allocated_bytes
+    assert blocks["size_bytes"].sum() == totals.reserved_bytes
     by_state = blocks.groupby("state")["size_bytes"].sum()
-    assert by_state["active_allocated"] == books.allocated_bytes
-    assert blocks["requested_bytes"].sum() == books.requested_bytes
+    assert by_state["active_allocated"] == totals.allocated_bytes
+    assert blocks["requested_bytes"].sum() == totals.requested_bytes
     stackless = blocks[(blocks["stack"] == "") & (blocks["state"] == "active_allocated")]
-    assert stackless["size_bytes"].sum() == books.bytes_without_stack
+    assert stackless["size_bytes"].sum() == totals.bytes_without_stack
     assert set(blocks["segment"]) == set(segments["address"])
 
 

@@ -16,11 +16,11 @@ from gpumem_otel.base.profile import (
 from gpumem_otel.base.text import human_bytes, percent, printable, table
 from gpumem_otel.profiles.tables import (
     TopRow,
-    books_table,
     stack_lines,
     stats_table,
     top_rows,
     top_table,
+    totals_table,
 )
 
 F = Frame("m.f", "/x/m.py", 3)
@@ -156,8 +156,8 @@ def test_stack_lines():
     assert stack_lines(stack) == ["[backward]", "at::mm()", "k (k.py)", "a\\u000ab"]
 
 
-def test_books_and_stats_tables():
-    books = DeviceTotals(
+def test_totals_and_stats_tables():
+    totals = DeviceTotals(
         device=0,
         reserved_bytes=4096,
         allocated_bytes=1024,
@@ -172,7 +172,7 @@ def test_books_and_stats_tables():
         bytes_without_stack=0,
         history=True,
     )
-    assert books_table([books]) == (
+    assert totals_table([totals]) == (
         "device  reserved  allocated   active  requested  segments  blocks  without stack"
         "  history\n"
         "     0   4.0 KiB    1.0 KiB  2.0 KiB     1000 B         1       3            0 B"

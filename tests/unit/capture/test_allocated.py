@@ -25,7 +25,7 @@ def test_without_install_blocks_are_read_and_nothing_is_switched_on(torch):
     hooks = vars(torch._C).copy()
     reading, recorded, why = read_allocator(None, {})
     assert (recorded, why) == (False, "")
-    assert reading.snapshot.books(0).allocated_bytes == 1024
+    assert reading.snapshot.totals(0).allocated_bytes == 1024
     assert not reading.raced(0)
     assert torch.allocators[0].calls == []  # recording was not touched
     assert vars(torch._C) == hooks
@@ -52,7 +52,7 @@ def test_the_source_of_a_recording_says_nothing_of_this_process(torch):
 
     torch.allocators[0].alloc(512)
     reading, recorded, _ = read_allocator(Played(), {})
-    assert reading.snapshot.books(0).allocated_bytes == 512
+    assert reading.snapshot.totals(0).allocated_bytes == 512
     assert not recorded
 
 

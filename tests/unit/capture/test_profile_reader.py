@@ -91,7 +91,7 @@ def test_a_quiet_job_gives_an_exact_profile(torch, make, counters):
     }
     assert reader.classes() == {0: {"unattributed": 4608}}
     assert profile.comments == (EQUAL,)
-    assert reader.books()[0].allocated_bytes == profile.total_bytes == 4608
+    assert reader.totals()[0].allocated_bytes == profile.total_bytes == 4608
     assert counters.get("readouts_raced") == counters.get("readouts_breached") == 0
     assert counters.get("exporter_runs", stage="read") == 1
 
@@ -183,7 +183,7 @@ def test_the_budget_keeps_the_total(torch, make):
     reader = make(config=ProfileConfig(max_samples=10, max_depth=1))
     (profile,) = reader.live()
     assert len(profile.samples) == 10
-    assert profile.total_bytes == reader.books()[0].allocated_bytes
+    assert profile.total_bytes == reader.totals()[0].allocated_bytes
     assert any(s.frames[0].name == "[other]" for s in profile.samples)
 
 
@@ -247,7 +247,7 @@ def test_taps_see_every_reading(torch, make):
     torch.allocators[0].alloc(10)
     reader = make(share_seconds=0)
     seen = []
-    reader.tap.append(lambda reading: seen.append(reading.snapshot.books(0).allocated_bytes))
+    reader.tap.append(lambda reading: seen.append(reading.snapshot.totals(0).allocated_bytes))
     reader.live()
     torch.allocators[0].alloc(10)
     reader.live()

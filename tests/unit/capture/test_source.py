@@ -183,11 +183,11 @@ def test_a_forked_child_reads_nothing_until_it_starts(torch, source):
 # read
 
 
-def test_a_quiet_read_closes_the_books(torch, source):
+def test_a_quiet_read_adds_up(torch, source):
     source.start()
     torch.allocators[0].alloc(1000)
     reading = source.read()
-    assert reading.snapshot.books(0).allocated_bytes == 1024
+    assert reading.snapshot.totals(0).allocated_bytes == 1024
     assert reading.before[0].allocated_bytes == 1024
     assert not reading.raced(0)
     assert reading.snapshot.devices() == (0,)
@@ -229,7 +229,7 @@ def test_copying_the_jobs_events_is_done_once_not_at_each_read(torch, source, cl
     source.read()
     assert source.status().supported  # a quarter of a second is still borne
     allocator.alloc(10)
-    assert source.read().snapshot.books(0).allocated_bytes == 5 * 512
+    assert source.read().snapshot.totals(0).allocated_bytes == 5 * 512
     status = source.status()
     if (0, 0, False) in [args[0] for args in torch.snapshots if args]:  # 2.11: no events, no copy
         assert status.supported

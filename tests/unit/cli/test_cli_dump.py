@@ -37,16 +37,16 @@ def dump(tmp_path):
     return run
 
 
-def books_of(snapshot):
-    return {device: snapshot.books(device) for device in snapshot.devices()}
+def totals_of(snapshot):
+    return {device: snapshot.totals(device) for device in snapshot.devices()}
 
 
 @pytest.mark.parametrize("name", [path.name for path in FILES])
-def test_a_reading_has_the_same_books(dump, name):
+def test_a_reading_has_the_same_totals(dump, name):
     data = make_recording(name)
-    expected = books_of(open_bytes(data, "recording").snapshot)
+    expected = totals_of(open_bytes(data, "recording").snapshot)
     made = open_bytes(dump(data), "dumped").snapshot
-    assert {d: b for d, b in books_of(made).items() if b.segments} == {
+    assert {d: b for d, b in totals_of(made).items() if b.segments} == {
         d: b for d, b in expected.items() if b.segments
     }
 
@@ -67,11 +67,11 @@ def test_it_is_a_plain_pickle_of_protocol_4(dump):
 
 def test_the_reading_that_was_asked_for(dump):
     data = make_recording(SMALL, LARGE, SMALL)
-    most = load_snapshot(DATA / LARGE).books(0).allocated_bytes
-    assert open_bytes(dump(data, "--at", "2"), "2").snapshot.books(0).allocated_bytes == most
+    most = load_snapshot(DATA / LARGE).totals(0).allocated_bytes
+    assert open_bytes(dump(data, "--at", "2"), "2").snapshot.totals(0).allocated_bytes == most
     last, third = dump(data), dump(data, "--at", "3")
     assert last == third
-    assert open_bytes(last, "3").snapshot.books(0).allocated_bytes < most
+    assert open_bytes(last, "3").snapshot.totals(0).allocated_bytes < most
 
 
 @pytest.mark.parametrize("at", ["0", "3", "-1", "first", "1" * 5000, ""])
@@ -94,7 +94,7 @@ def test_windows_become_events_that_leave_the_dump_as_it_is(dump):
     assert allocated.total_bytes == sum(group.size_bytes for group in groups)
     assert allocated.total_objects == sum(group.objects for group in groups)
     replay = opened.snapshot.replay(0)
-    assert replay.allocated_bytes[-1] == opened.snapshot.books(0).requested_bytes
+    assert replay.allocated_bytes[-1] == opened.snapshot.totals(0).requested_bytes
     assert replay.events == 3 * allocated.total_objects
     assert list(replay.time_us) == sorted(replay.time_us)
     assert replay.time_us[1] == START_NS // 1000
@@ -130,8 +130,8 @@ def test_memory_without_a_stack_stays_without(dump):
     raw = raw_form.snapshot([raw_form.segment(blocks)], [])
     made = pickle.loads(dump(pickle.dumps(raw, 4)))
     assert [block["frames"] for block in made["segments"][0]["blocks"]] == [list(frames), []]
-    books = books_of(open_bytes(dump(make_recording(LARGE)), "x").snapshot)[0]
-    assert books.bytes_without_stack == load_snapshot(DATA / LARGE).books(0).bytes_without_stack
+    totals = totals_of(open_bytes(dump(make_recording(LARGE)), "x").snapshot)[0]
+    assert totals.bytes_without_stack == load_snapshot(DATA / LARGE).totals(0).bytes_without_stack
 
 
 # snapshots, which are only unpacked
@@ -178,5 +178,5 @@ def test_from_stdin_to_stdout(capfdbinary, monkeypatch):
 
     monkeypatch.setattr("sys.stdin", Stdin)
     assert main(["dump", "-", "-o", "-"]) == 0
-    expected = books_of(open_file(DATA / SMALL).snapshot)
-    assert books_of(open_bytes(capfdbinary.readouterr().out, "x").snapshot) == expected
+    expected = totals_of(open_file(DATA / SMALL).snapshot)
+    assert totals_of(open_bytes(capfdbinary.readouterr().out, "x").snapshot) == expected

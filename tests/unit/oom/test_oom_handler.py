@@ -245,7 +245,7 @@ def test_the_snapshot_of_torch_is_written_where_asked(start, torch, tmp_path):
     assert path.suffix == ".pickle"
     assert path.stat().st_mode & 0o777 == 0o600
     snapshot = parse_snapshot(path.read_bytes(), path.name)
-    assert snapshot.books(0).allocated_bytes == HELD
+    assert snapshot.totals(0).allocated_bytes == HELD
 
 
 def test_survived_failures_are_counted_and_reported_once(start, torch, server, capfd):

@@ -79,7 +79,7 @@ def test_a_failure_comes_with_its_numbers_and_the_snapshot_of_that_moment(bench,
         1, 1 << 30, 456, 123,
     )  # fmt: skip
     assert oom.thread == "MainThread"
-    assert failure.reading.snapshot.books(1).allocated_bytes == 1024 + 5120
+    assert failure.reading.snapshot.totals(1).allocated_bytes == 1024 + 5120
     assert failure.reading.stackless(1, None) == "[no Python frame]"
     assert not failure.late
     assert bench.errors == 0
@@ -148,7 +148,7 @@ def test_a_snapshot_that_would_take_too_long_is_not_taken(bench, torch):
     bench.watch.on_uncaught(torch.OutOfMemoryError())
     late = bench.failures[1]
     assert late.late
-    assert late.reading.snapshot.books(0).allocated_bytes == 1024 + 2000 * 512
+    assert late.reading.snapshot.totals(0).allocated_bytes == 1024 + 2000 * 512
     assert late.oom.asked_bytes == 1 << 30
 
 

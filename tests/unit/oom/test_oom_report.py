@@ -35,7 +35,7 @@ WITH_CLASSES = profile(
 
 
 def test_the_block_in_the_log():
-    account = Account(oom=OOM, rank=3, profile=WITH_CLASSES, books=BOOKS, steps=12)
+    account = Account(oom=OOM, rank=3, profile=WITH_CLASSES, totals=BOOKS, steps=12)
     assert log_block(account) == (
         "out of memory on device 1 of rank 3: asked for 2.0 GiB, 512.0 MiB of the device are free, "
         "the job may take 8.0 GiB\n"
@@ -69,7 +69,7 @@ def test_without_a_profile_the_numbers_are_still_reported():
 
 
 def test_the_line_of_json():
-    line = json_line(Account(oom=OOM, rank=3, profile=WITH_CLASSES, books=BOOKS))
+    line = json_line(Account(oom=OOM, rank=3, profile=WITH_CLASSES, totals=BOOKS))
     assert "\n" not in line
     line = json.loads(line)
     top = line.pop("top")

@@ -79,18 +79,18 @@ def check_file(path):
             total = sum(alive_at(page, timeline, moment).values())
             assert total == replay.allocated_bytes[moment]
     for table in page.header["segments"]:
-        books = found.books(table["device"])
+        totals = found.totals(table["device"])
         sizes, states = page[table["block"]["bytes"]], page[table["block"]["state"]]
         by_state = Counter()
         for size, state in zip(sizes, states, strict=True):
             by_state[state] += size
-        assert sum(page[table["bytes"]]) == books.reserved_bytes
-        assert by_state[0] == books.allocated_bytes
-        assert by_state[1] == books.pending_free_bytes
-        assert sum(value for key, value in table["books"].items() if key != "reserved") == (
-            books.reserved_bytes
+        assert sum(page[table["bytes"]]) == totals.reserved_bytes
+        assert by_state[0] == totals.allocated_bytes
+        assert by_state[1] == totals.pending_free_bytes
+        assert sum(value for key, value in table["totals"].items() if key != "reserved") == (
+            totals.reserved_bytes
         )
-        assert page[table["first"]][-1] == len(sizes) == books.blocks
+        assert page[table["first"]][-1] == len(sizes) == totals.blocks
         live = Counter()
         for node, size, state in zip(page[table["block"]["node"]], sizes, states, strict=True):
             if state == 0:
@@ -119,7 +119,7 @@ def test_any_snapshot_keeps_its_sums(raw):
     page = page_of(found)
     for device in found.devices():
         total = sum(size for _, size in page.profile("live", device).values())
-        assert total == found.books(device).allocated_bytes
+        assert total == found.totals(device).allocated_bytes
 
 
 @given(
@@ -296,18 +296,18 @@ def test_moments_of_a_recording_are_its_readings():
     form.add_recording(recording)
     page = read(form)
     (timeline,) = page.header["timelines"]
-    books = [reading.snapshot.books(0) for reading in recording.readings]
+    totals = [reading.snapshot.totals(0) for reading in recording.readings]
     assert page[timeline["time"]] == [START_NS // 1000 + 1_000_000 * i for i in range(3)]
-    assert page[timeline["allocated"]] == [b.allocated_bytes for b in books]
-    assert page[timeline["reserved"]] == [b.reserved_bytes for b in books]
+    assert page[timeline["allocated"]] == [b.allocated_bytes for b in totals]
+    assert page[timeline["reserved"]] == [b.reserved_bytes for b in totals]
     assert timeline["peak"] == 1
     start = page[timeline["readings"]["start"]]
     sizes = page[timeline["readings"]["bytes"]]
-    for i, b in enumerate(books):
+    for i, b in enumerate(totals):
         assert sum(sizes[start[i] : start[i + 1]]) == b.allocated_bytes
     peak = page.profile("peak")
-    assert sum(size for _, size in peak.values()) == books[1].allocated_bytes
-    assert sum(size for _, size in page.profile("live").values()) == books[2].allocated_bytes
+    assert sum(size for _, size in peak.values()) == totals[1].allocated_bytes
+    assert sum(size for _, size in page.profile("live").values()) == totals[2].allocated_bytes
 
 
 def test_ranges_in_lanes_and_those_that_are_left_out():

@@ -116,6 +116,6 @@ def test_every_recording_folds_to_its_total(recordings):
             profile = live_profile(taken, device, namer=file_function_namer)
             lines = folded_text([profile]).splitlines()
             values = [int(LINE.match(line).group(2)) for line in lines]
-            assert sum(values) == taken.books(device).allocated_bytes
+            assert sum(values) == taken.totals(device).allocated_bytes
             form = json_form(profile)
             assert sum(s["size_bytes"] for s in form["samples"]) == sum(values)

@@ -28,7 +28,7 @@ def live(raw, device=0, **options):
     taken = from_torch(raw)
     options.setdefault("namer", identity_namer)
     profile = live_profile(taken, device, **options)
-    assert check(profile, taken.books(device).allocated_bytes) == ()
+    assert check(profile, taken.totals(device).allocated_bytes) == ()
     return profile
 
 
@@ -292,14 +292,14 @@ def test_any_live_profile_equals_the_allocator(raw):
     taken = from_torch(raw)
     for device in (0, 1, 2):
         profile = live_profile(taken, device, namer=file_function_namer, max_depth=3)
-        books = taken.books(device)
-        assert check(profile, books.allocated_bytes) == ()
+        totals = taken.totals(device)
+        assert check(profile, totals.allocated_bytes) == ()
         stackless = sum(
             s.size_bytes
             for s in profile.samples
             if s.frames[0].name in ("[no Python frame]", "[allocated before install]")
         )
-        assert stackless == books.bytes_without_stack
+        assert stackless == totals.bytes_without_stack
 
 
 @given(raw_snapshots(), st.integers(0, 2**60), st.integers(0, 2**40))
@@ -320,15 +320,15 @@ def test_any_allocated_profile_equals_the_counters(raw, total, objects):
     assert check(profile) == ()
 
 
-def test_every_recording_closes_its_books(recordings):
+def test_every_recording_adds_up(recordings):
     for path in recordings:
         taken = load_snapshot(path)
         for device in taken.devices():
             profile = live_profile(taken, device, namer=file_function_namer)
-            books = taken.books(device)
-            assert check(profile, books.allocated_bytes) == (), path.name
+            totals = taken.totals(device)
+            assert check(profile, totals.allocated_bytes) == (), path.name
             small = apply_budget(profile, max_samples=10)
-            assert small.total_bytes == books.allocated_bytes
+            assert small.total_bytes == totals.allocated_bytes
             assert len(small.samples) <= 10
             assert diff(profile, profile) == ()
             scaled = allocated_profile(

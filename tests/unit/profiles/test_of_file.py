@@ -34,7 +34,7 @@ def test_the_kinds_of_a_snapshot_file(path):
     assert opened.recording is None
     assert opened.window() is None
     live = opened.profiles(ProfileKind.LIVE)
-    assert total(live) == {d: snapshot.books(d).allocated_bytes for d in snapshot.devices()}
+    assert total(live) == {d: snapshot.totals(d).allocated_bytes for d in snapshot.devices()}
     for profile in opened.profiles(ProfileKind.PEAK):
         replay = snapshot.replay(profile.device)
         assert profile.total_bytes == max(replay.allocated_bytes)
@@ -74,7 +74,7 @@ def test_a_file_without_pinned_memory_says_what_records_it():
 def test_the_peak_of_a_recording_is_the_reading_that_held_most():
     """GIVEN the largest state in the middle WHEN the peak is asked for THEN it is that one."""
     opened = open_bytes(make_recording(SMALL, LARGE, SMALL), "run.gpumem")
-    most = load_snapshot(DATA / LARGE).books(0).allocated_bytes
+    most = load_snapshot(DATA / LARGE).totals(0).allocated_bytes
     (peak,) = opened.profiles(ProfileKind.PEAK, 0)
     (last,) = opened.profiles(ProfileKind.LIVE, 0)
     assert peak.total_bytes == most > last.total_bytes
@@ -115,4 +115,4 @@ def test_recorded_sizes_are_counted_without_making_the_snapshot():
     for reading in opened.recording.readings:
         snapshot = reading.snapshot
         for device in (0, 1):
-            assert reading.allocated_bytes(device) == snapshot.books(device).allocated_bytes
+            assert reading.allocated_bytes(device) == snapshot.totals(device).allocated_bytes

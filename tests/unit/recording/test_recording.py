@@ -125,8 +125,8 @@ def test_the_live_rule_names_memory_without_a_stack_and_the_totals_count_it():
         ),
     )
     taken = load_recording(written(reading)).readings[0].snapshot
-    assert taken.books(0).bytes_without_stack == 24
-    assert taken.books(0) == reading.snapshot.books(0)
+    assert taken.totals(0).bytes_without_stack == 24
+    assert taken.totals(0) == reading.snapshot.totals(0)
     expected = live_profile(reading.snapshot, 0, namer=identity_namer, stackless=reading.stackless)
     assert live_profile(taken, 0, namer=identity_namer) == expected
     assert [s.frames[0].name for s in expected.samples] == [
@@ -183,10 +183,10 @@ def test_equal_input_gives_equal_bytes():
 
 def test_a_recording_is_a_snapshot_file(tmp_path):
     data = written(reading_of(stackful()), reading_of(stackful(4096)))
-    assert parse_snapshot(data, "r").books(1).allocated_bytes == 4096 + 128
+    assert parse_snapshot(data, "r").totals(1).allocated_bytes == 4096 + 128
     path = tmp_path / "r.gz"
     path.write_bytes(data)
-    assert load_snapshot(path).books(1).allocated_bytes == 4096 + 128
+    assert load_snapshot(path).totals(1).allocated_bytes == 4096 + 128
     assert len(load_recording(path).readings) == 2
     assert load_recording(str(path)).source == str(path)
     with path.open("rb") as file:
@@ -205,10 +205,10 @@ def test_any_snapshot_comes_back_with_equal_totals_and_profiles(raw):
     again = load_recording(data).readings[0].snapshot
     assert again.devices() == taken.devices()
     for device in (0, 1, 2):
-        assert again.books(device) == taken.books(device)
+        assert again.totals(device) == taken.totals(device)
         expected = live_profile(taken, device, namer=file_function_namer)
         assert live_profile(again, device, namer=file_function_namer) == expected
-        assert check(expected, again.books(device).allocated_bytes) == ()
+        assert check(expected, again.totals(device).allocated_bytes) == ()
 
 
 @given(raw_snapshots())
@@ -259,7 +259,7 @@ def test_every_snapshot_file_comes_back(recordings):
         again = load_recording(data).readings[1].snapshot
         assert again.devices() == taken.devices()
         for device in taken.devices():
-            assert again.books(device) == taken.books(device), path.name
+            assert again.totals(device) == taken.totals(device), path.name
             assert live_profile(again, device, namer=identity_namer) == live_profile(
                 taken, device, namer=file_function_namer
             ), path.name

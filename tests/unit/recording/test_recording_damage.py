@@ -61,7 +61,7 @@ def reading_line(**changes):
 
 def test_the_hand_made_recording_is_one():
     recording = load_recording(recording_of(reading_line(), {"later": 1}, {"stacks": []}))
-    assert recording.readings[0].snapshot.books(0).allocated_bytes == 8
+    assert recording.readings[0].snapshot.totals(0).allocated_bytes == 8
     assert recording.identity == Identity(service_name="")
 
 
@@ -228,7 +228,7 @@ def test_any_damage_ends_in_a_recording_or_a_snapshot_error(noise, where, packed
         recording = load_recording(damaged)
         for entry in recording.readings:
             for device in entry.snapshot.devices():
-                entry.snapshot.books(device)
+                entry.snapshot.totals(device)
         for window in recording.windows:
             window.reading()
     except SnapshotError:

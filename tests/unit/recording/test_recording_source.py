@@ -75,7 +75,7 @@ def test_each_reading_holds_until_the_next_one(source, clock):
     seen = []
     for _ in range(7):
         reading = source.read()
-        allocated = reading.snapshot.books(0).allocated_bytes
+        allocated = reading.snapshot.totals(0).allocated_bytes
         assert source.stats()[0].allocated_bytes == allocated
         assert not reading.raced(0)
         assert reading.time_ns == clock.now_ns
@@ -220,7 +220,7 @@ def test_one_window_at_a_time(clock):
     source.window(0.1, threading.Event())
 
 
-def test_reader_closes_the_books_on_every_reading(source, clock):
+def test_reader_adds_up_on_every_reading(source, clock):
     """The code that reads a live process, over two turns: no race and no breach."""
     counters = Counters()
     reader = LiveProfileReader(

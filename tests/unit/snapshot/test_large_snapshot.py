@@ -75,6 +75,6 @@ def test_segments_are_the_sums_of_their_blocks(raw):
 def test_profiles_add_up(snapshot):
     live = heap.live_profile(snapshot, 0, namer=file_function_namer)
     peak = heap.replayed_profile(snapshot, 0, namer=file_function_namer)
-    assert live.total_bytes == snapshot.books(0).allocated_bytes
+    assert live.total_bytes == snapshot.totals(0).allocated_bytes
     assert live.total_objects == 1_000
     assert peak.total_bytes == max(snapshot.replay(0).allocated_bytes)

@@ -1,4 +1,4 @@
-"""The layout of a device: every sum by hand, and the same sums as the books."""
+"""The layout of a device: every sum by hand, and the same sums as the totals."""
 
 from __future__ import annotations
 
@@ -88,30 +88,30 @@ def test_what_no_block_covers_is_free():
 
 
 @given(raw=raw_snapshots())
-def test_sums_are_those_of_the_books(raw):
+def test_sums_are_those_of_the_totals(raw):
     found = from_torch(raw)
     for device in found.devices():
-        books, layout = found.books(device), lay_out(device, found.raw_segments(device))
+        totals, layout = found.totals(device), lay_out(device, found.raw_segments(device))
         free = layout.free
-        assert layout.reserved_bytes == books.reserved_bytes
-        assert free.segment_bytes + free.expandable_bytes == books.free_segment_bytes
-        assert free.split_bytes == books.split_remainder_bytes
-        assert free.private_bytes == books.private_pool_free_bytes
-        causes = books.free_segment_bytes + free.split_bytes + free.private_bytes
-        assert books.reserved_bytes == books.active_bytes + causes
+        assert layout.reserved_bytes == totals.reserved_bytes
+        assert free.segment_bytes + free.expandable_bytes == totals.free_segment_bytes
+        assert free.split_bytes == totals.split_remainder_bytes
+        assert free.private_bytes == totals.private_pool_free_bytes
+        causes = totals.free_segment_bytes + free.split_bytes + free.private_bytes
+        assert totals.reserved_bytes == totals.active_bytes + causes
         states = layout.states
-        assert states[BlockState.ACTIVE_ALLOCATED].size_bytes == books.allocated_bytes
-        assert states[BlockState.ACTIVE_PENDING_FREE].size_bytes == books.pending_free_bytes
+        assert states[BlockState.ACTIVE_ALLOCATED].size_bytes == totals.allocated_bytes
+        assert states[BlockState.ACTIVE_PENDING_FREE].size_bytes == totals.pending_free_bytes
         requested = sum(sums.requested_bytes for sums in states.values())
-        assert requested == books.requested_bytes
-        assert sum(sums.blocks for sums in states.values()) == books.blocks
+        assert requested == totals.requested_bytes
+        assert sum(sums.blocks for sums in states.values()) == totals.blocks
         pools = {pool: sums.reserved_bytes for pool, sums in layout.pools.items()}
-        assert pools == dict(books.pool_reserved_bytes)
-        assert sum(sums.segments for sums in layout.pools.values()) == books.segments
+        assert pools == dict(totals.pool_reserved_bytes)
+        assert sum(sums.segments for sums in layout.pools.values()) == totals.segments
         in_pools = sum(sums.free_bytes for sums in layout.pools.values())
-        assert in_pools == books.reserved_bytes - books.active_bytes
+        assert in_pools == totals.reserved_bytes - totals.active_bytes
         segments = list(found.segments(device))
-        assert sum(map(allocated_in, segments)) == books.allocated_bytes
+        assert sum(map(allocated_in, segments)) == totals.allocated_bytes
         assert sum(map(free_in, segments)) == in_pools
 
 

@@ -1,4 +1,4 @@
-"""Snapshots made by hand: each version's keys, odd values, groups and books."""
+"""Snapshots made by hand: each version's keys, odd values, groups and totals."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_empty_snapshot_has_nothing():
         found = read(raw)
         assert found.devices() == ()
         assert found.warnings == ()
-        assert found.books(0).reserved_bytes == 0
+        assert found.totals(0).reserved_bytes == 0
         assert found.live_groups(0) == []
         assert found.event_groups(0) == []
         assert list(found.segments()) == list(found.events(0)) == []
@@ -47,7 +47,7 @@ def test_devices_are_those_with_segments_or_events():
     assert read(raw).devices() == (2, 3)
 
 
-def test_groups_and_books_of_blocks():
+def test_groups_and_totals_of_blocks():
     stack, same, other = [LEAF, CALLER], [LEAF, CALLER], [OTHER, CALLER]
     found = read(
         snapshot(
@@ -71,18 +71,18 @@ def test_groups_and_books_of_blocks():
             ]
         )
     )
-    books = found.books(0)
-    assert books.reserved_bytes == 512 + 1024 + 512 + 256 + 128 + 2048 + 64 + 32
-    assert books.allocated_bytes == 512 + 1024 + 128 + 64
-    assert books.active_bytes == books.allocated_bytes + 256
-    assert books.pending_free_bytes == 256
-    assert books.requested_bytes == 500 + 1000 + 200 + 100 + 64
-    assert books.split_remainder_bytes == 512
-    assert books.free_segment_bytes == 2048
-    assert books.private_pool_free_bytes == 32
-    assert books.pool_reserved_bytes == {(0, 0): 2432 + 2048, (0, 1): 96}
-    assert books.bytes_without_stack == 128
-    assert (books.segments, books.blocks, books.history) == (3, 8, True)
+    totals = found.totals(0)
+    assert totals.reserved_bytes == 512 + 1024 + 512 + 256 + 128 + 2048 + 64 + 32
+    assert totals.allocated_bytes == 512 + 1024 + 128 + 64
+    assert totals.active_bytes == totals.allocated_bytes + 256
+    assert totals.pending_free_bytes == 256
+    assert totals.requested_bytes == 500 + 1000 + 200 + 100 + 64
+    assert totals.split_remainder_bytes == 512
+    assert totals.free_segment_bytes == 2048
+    assert totals.private_pool_free_bytes == 32
+    assert totals.pool_reserved_bytes == {(0, 0): 2432 + 2048, (0, 1): 96}
+    assert totals.bytes_without_stack == 128
+    assert (totals.segments, totals.blocks, totals.history) == (3, 8, True)
     assert sorted(found.live_groups(0), key=lambda group: group.size_bytes) == [
         LiveGroup([OTHER, CALLER], 1, 64, 8192),
         LiveGroup((), 1, 128, 4096 + 512 + 1024 + 512 + 256, has_event=False),
@@ -118,12 +118,12 @@ def test_pause_is_called_every_32_entries():
         [[alloc(i, 1, [LEAF]) for i in range(70)]],
     )
     found = from_torch(raw)
-    for use in (found.live_groups, found.event_groups, found.books):
+    for use in (found.live_groups, found.event_groups, found.totals):
         calls.clear()
         use(0, pause=lambda: calls.append(1))
         assert len(calls) == {100: 3, 70: 2}[70 if use == found.event_groups else 100]
     calls.clear()
-    found.books(0, pause=lambda: calls.append(1))
+    found.totals(0, pause=lambda: calls.append(1))
     assert calls == []  # added up once
 
 
@@ -214,8 +214,8 @@ def test_torch_1_13_has_a_list_and_a_history():
     ]
     found = read(raw)
     assert found.live_groups(0) == [LiveGroup([LEAF], 1, 512, None), LiveGroup((), 1, 128, None)]
-    books = found.books(0)
-    assert (books.requested_bytes, books.bytes_without_stack) == (500 + 128, 128)
+    totals = found.totals(0)
+    assert (totals.requested_bytes, totals.bytes_without_stack) == (500 + 128, 128)
     made = [b for s in found.segments() for b in s.blocks]
     assert [(b.state, b.requested_bytes, len(b.frames)) for b in made] == [
         (BlockState.ACTIVE_ALLOCATED, 500, 1),
@@ -227,9 +227,9 @@ def test_torch_1_13_has_a_list_and_a_history():
 def test_the_documented_word_for_pending_is_understood():
     states = ("active_awaiting_free", "active_pending_free", "active_new_word", "strange")
     found = read(snapshot([segment([block(1, state=state) for state in states])]))
-    books = found.books(0)
-    assert (books.pending_free_bytes, books.split_remainder_bytes) == (3, 1)
-    assert books.requested_bytes == 3
+    totals = found.totals(0)
+    assert (totals.pending_free_bytes, totals.split_remainder_bytes) == (3, 1)
+    assert totals.requested_bytes == 3
     assert found.warnings[1:] == (
         "block state 'active_new_word' is read as active_pending_free",
         "block state 'strange' is read as inactive",
@@ -244,21 +244,21 @@ def test_expandable_segments_that_are_wholly_inactive_are_free():
         ]
     )
     found = read(raw)
-    assert (found.books(0).free_segment_bytes, found.books(0).split_remainder_bytes) == (2, 0)
+    assert (found.totals(0).free_segment_bytes, found.totals(0).split_remainder_bytes) == (2, 0)
     assert [s.is_expandable for s in found.segments()] == [True, True]
 
 
 def test_a_pool_with_less_in_its_blocks_than_mapped():
     found = read(snapshot([segment([block(1, [LEAF])], pool=(0, 1), total=4)]))
-    books = found.books(0)
-    assert (books.reserved_bytes, books.active_bytes, books.private_pool_free_bytes) == (4, 1, 3)
+    totals = found.totals(0)
+    assert (totals.reserved_bytes, totals.active_bytes, totals.private_pool_free_bytes) == (4, 1, 3)
     (warning,) = found.warnings
     assert warning.startswith("1 of 1 segments differ in size from the sum of their blocks")
 
 
 def test_a_segment_smaller_than_its_blocks_never_makes_a_negative():
-    books = read(snapshot([segment([block(8), block(8, state="inactive")], total=1)])).books(0)
-    assert (books.reserved_bytes, books.split_remainder_bytes) == (16, 8)
+    totals = read(snapshot([segment([block(8), block(8, state="inactive")], total=1)])).totals(0)
+    assert (totals.reserved_bytes, totals.split_remainder_bytes) == (16, 8)
 
 
 def test_numbers_of_nine_bytes_do_not_stop_the_reader():
@@ -302,7 +302,7 @@ def test_unknown_keys_are_ignored_everywhere(odd):
         **unknown,
     }
     found = read(raw)
-    assert found.books(0).allocated_bytes == 1
+    assert found.totals(0).allocated_bytes == 1
     assert found.live_groups(0)[0].objects == 1
     assert found.event_groups(0)[0].objects == 1
     assert found.annotations == (Annotation("n", "START", 0, 5),)
@@ -369,8 +369,8 @@ def test_what_is_counted_must_be_what_it_should(level, key, value):
     except SnapshotError:
         assert not any(value is allowed for allowed in READABLE.get((level, key), ()))
     else:
-        books = found.books(0)
-        assert books.reserved_bytes >= books.allocated_bytes >= 0
+        totals = found.totals(0)
+        assert totals.reserved_bytes >= totals.allocated_bytes >= 0
         found.live_groups(0)
         found.event_groups(0, since_us=0)
         list(found.segments())
@@ -422,7 +422,7 @@ def test_live_objects_are_wrapped_not_copied():
     assert found.raw_segments() is raw["segments"]
     assert (found.source, found.resolved) == ("torch", True)
     assert found.live_groups(0)[0].frames is raw["segments"][0]["blocks"][0]["frames"]
-    assert from_torch(raw["segments"]).books(0) == found.books(0)
+    assert from_torch(raw["segments"]).totals(0) == found.totals(0)
     for wrong in (None, {}, "text", 7):
         with pytest.raises(SnapshotError, match="not a memory snapshot"):
             from_torch(wrong)

@@ -53,32 +53,34 @@ PLAIN = gzip.decompress((DATA / "h200-torch2.11-cuda-graph.pickle.gz").read_byte
 
 
 def totals(snapshot: TorchSnapshot, devices: int):
-    books = [snapshot.books(device) for device in snapshot.devices()]
+    totals = [snapshot.totals(device) for device in snapshot.devices()]
     return (
-        sum(b.segments for b in books),
-        sum(b.blocks for b in books),
+        sum(b.segments for b in totals),
+        sum(b.blocks for b in totals),
         [sum(1 for _ in snapshot.events(device)) for device in range(devices)],
-        sum(b.reserved_bytes for b in books),
-        sum(b.allocated_bytes for b in books),
-        sum(b.requested_bytes for b in books),
+        sum(b.reserved_bytes for b in totals),
+        sum(b.allocated_bytes for b in totals),
+        sum(b.requested_bytes for b in totals),
     )
 
 
 def check_identities(snapshot: TorchSnapshot):
     """What holds for every readable file."""
     for device in snapshot.devices():
-        books = snapshot.books(device)
+        totals = snapshot.totals(device)
         free = (
-            books.free_segment_bytes + books.split_remainder_bytes + books.private_pool_free_bytes
+            totals.free_segment_bytes
+            + totals.split_remainder_bytes
+            + totals.private_pool_free_bytes
         )
-        assert books.reserved_bytes == books.active_bytes + free
-        assert books.active_bytes == books.allocated_bytes + books.pending_free_bytes
-        assert sum(books.pool_reserved_bytes.values()) == books.reserved_bytes
-        assert 0 <= books.bytes_without_stack <= books.allocated_bytes
+        assert totals.reserved_bytes == totals.active_bytes + free
+        assert totals.active_bytes == totals.allocated_bytes + totals.pending_free_bytes
+        assert sum(totals.pool_reserved_bytes.values()) == totals.reserved_bytes
+        assert 0 <= totals.bytes_without_stack <= totals.allocated_bytes
         groups = snapshot.live_groups(device)
-        assert sum(group.size_bytes for group in groups) == books.allocated_bytes
+        assert sum(group.size_bytes for group in groups) == totals.allocated_bytes
         bare = sum(group.size_bytes for group in groups if not group.frames)
-        assert bare == books.bytes_without_stack
+        assert bare == totals.bytes_without_stack
         allocs = [event for event in snapshot.events(device) if event.action == "alloc"]
         grouped = snapshot.event_groups(device)
         assert sum(group.objects for group in grouped) == len(allocs)
@@ -110,28 +112,28 @@ def test_torch_2_0_takes_stacks_from_the_present_of_each_block():
     blocks = [block for segment in snapshot.segments() for block in segment.blocks]
     assert {block.address for block in blocks} == {None}
     assert all(not block.frames for block in blocks if block.state == "inactive")
-    books = snapshot.books(snapshot.devices()[0])
-    assert books.bytes_without_stack < books.allocated_bytes
-    assert books.history
+    totals = snapshot.totals(snapshot.devices()[0])
+    assert totals.bytes_without_stack < totals.allocated_bytes
+    assert totals.history
 
 
 @pytest.mark.skipif(not FOLDER, reason="GPUMEM_SNAPSHOTS names no folder of recordings")
 def test_a_dump_without_recording_has_its_totals_and_says_so():
     snapshot = load_snapshot(Path(FOLDER) / "torch2.5-not-recorded.pickle.gz")
-    books = snapshot.books(0)
-    assert books.bytes_without_stack == books.allocated_bytes == 90861056
-    assert not books.history
+    totals = snapshot.totals(0)
+    assert totals.bytes_without_stack == totals.allocated_bytes == 90861056
+    assert not totals.history
     assert [w.split(":")[0] for w in snapshot.warnings] == ["no history recorded"]
 
 
 def test_a_private_pool_is_counted_apart():
     snapshot = load_snapshot(DATA / "h200-torch2.11-cuda-graph.pickle.gz")
-    books = snapshot.books(0)
-    assert set(books.pool_reserved_bytes) == {(0, 0), (1, 0)}
+    totals = snapshot.totals(0)
+    assert set(totals.pool_reserved_bytes) == {(0, 0), (1, 0)}
     private = [s for s in snapshot.segments(0) if s.pool_id == (1, 0)]
     inactive = sum(b.size_bytes for s in private for b in s.blocks if b.state == "inactive")
-    assert books.private_pool_free_bytes == inactive
-    assert books.pool_reserved_bytes[1, 0] == sum(s.size_bytes for s in private)
+    assert totals.private_pool_free_bytes == inactive
+    assert totals.pool_reserved_bytes[1, 0] == sum(s.size_bytes for s in private)
 
 
 def test_a_trace_that_began_late_is_named():
@@ -200,10 +202,10 @@ def test_of_a_recording_of_ours_the_last_snapshot_is_read():
     for form in (data, gzip.compress(data), gzip.decompress(data)):
         snapshot = parse_snapshot(form, "run.rec")
         assert (snapshot.source, snapshot.resolved) == ("run.rec", True)
-        books, expected = snapshot.books(0), parse_snapshot(PLAIN, "x").books(0)
-        assert books.allocated_bytes == expected.allocated_bytes
-        assert books.pool_reserved_bytes == expected.pool_reserved_bytes
-        assert books.bytes_without_stack == expected.bytes_without_stack
+        totals, expected = snapshot.totals(0), parse_snapshot(PLAIN, "x").totals(0)
+        assert totals.allocated_bytes == expected.allocated_bytes
+        assert totals.pool_reserved_bytes == expected.pool_reserved_bytes
+        assert totals.bytes_without_stack == expected.bytes_without_stack
         groups = snapshot.live_groups(0)
         assert sum(group.size_bytes for group in groups) == expected.allocated_bytes
 
@@ -211,7 +213,7 @@ def test_of_a_recording_of_ours_the_last_snapshot_is_read():
 def test_a_recording_that_ends_early_gives_what_it_has_and_says_so():
     data = make_recording("h200-torch2.11-cuda-graph.pickle.gz", "h200-torch2.11-oom.pickle.gz")
     snapshot = parse_snapshot(data[:-100], "run.rec")
-    assert snapshot.books(0).segments == 15
+    assert snapshot.totals(0).segments == 15
     assert snapshot.warnings != ()
     assert snapshot.warnings == parse_snapshot(data[:-100], "run.rec").warnings
 
@@ -224,7 +226,7 @@ def test_a_recording_without_a_reading_is_no_snapshot():
 def test_a_name_says_nothing_about_the_form(tmp_path):
     path = tmp_path / "snapshot.json.gz"
     path.write_bytes(PLAIN)
-    assert load_snapshot(path).books(0).segments == 15
+    assert load_snapshot(path).totals(0).segments == 15
     assert load_snapshot(str(path)).source == str(path)
     with path.open("rb") as file:
         assert load_snapshot(file).source == str(path)

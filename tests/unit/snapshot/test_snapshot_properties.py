@@ -1,4 +1,4 @@
-"""Whatever the bytes: a snapshot whose books are closed, or the one error."""
+"""Whatever the bytes: a snapshot whose totals are closed, or the one error."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_what_is_well_formed_is_read_and_adds_up(raw, protocol):
     snapshot = read(pickle.dumps(raw, protocol))
     if snapshot is not None:  # numbers of more than 72 bits do not occur, all else reads
         sizes = [b["size"] for s in raw["segments"] for b in s["blocks"]]
-        reserved = sum(snapshot.books(device).reserved_bytes for device in snapshot.devices())
+        reserved = sum(snapshot.totals(device).reserved_bytes for device in snapshot.devices())
         assert reserved >= sum(sizes)
     assert snapshot is not None
 

@@ -136,7 +136,7 @@ def test_classes_of_a_profile_add_up_to_what_is_allocated(class_as):
         classifier=reading.classifier, class_as=class_as,
     )  # fmt: skip
     assert _told(classes_of(profile, class_as)) == CLASSES
-    assert profile.total_bytes == reading.snapshot.books(0).allocated_bytes == 8192
+    assert profile.total_bytes == reading.snapshot.totals(0).allocated_bytes == 8192
     by_stack = {sample.frames[0].name: sample for sample in profile.samples}
     if class_as == "root":
         assert {s.frames[-1].name for s in profile.samples} == set(CLASSES)

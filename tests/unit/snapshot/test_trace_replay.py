@@ -413,10 +413,10 @@ def test_any_snapshot_plays_through_and_its_dump_stands_at_the_end(raw):
         assert min(replay.reserved_bytes) >= 0
         if list(made.segments(device)):
             assert replay.allocated_bytes[-1] == requested
-            assert sum(replay.block_bytes[i] for i in alive) == made.books(device).allocated_bytes
+            assert sum(replay.block_bytes[i] for i in alive) == made.totals(device).allocated_bytes
         for label in (None, "pool", "compile_context", "annotation"):
             live = live_profile(made, device, namer=file_function_namer, label=label)
-            assert live.total_bytes == made.books(device).allocated_bytes
+            assert live.total_bytes == made.totals(device).allocated_bytes
             top = replayed_profile(made, device, namer=file_function_namer, label=label)
             assert top.total_bytes == max(replay.allocated_bytes)
 
@@ -456,7 +456,7 @@ def test_real_recordings_reconcile(path):
         assert replayed_profile(made, device, namer=file_function_namer).total_bytes == base + max(
             sums
         )
-        assert replay.reserved_bytes[-1] == made.books(device).reserved_bytes
+        assert replay.reserved_bytes[-1] == made.totals(device).reserved_bytes
         assert min(replay.reserved_bytes) >= 0
         assert Frame("") not in {
             f for s in replayed_profile(made, device, namer=file_function_namer).samples

@@ -39,7 +39,7 @@ def stats(allocated, *, allocations=1, device=0):
 
 def reading(segments, *, allocated=None, classifier=None, moved=False, stackless=None):
     snap = from_torch(snapshot(segments))
-    held = snap.books(0).allocated_bytes if allocated is None else allocated
+    held = snap.totals(0).allocated_bytes if allocated is None else allocated
     return Reading(
         snapshot=snap, time_ns=0, before=(stats(held, allocations=0 if moved else 1),),
         after=(stats(held),), classifier=classifier, stackless=stackless,

@@ -1,6 +1,6 @@
 """Do the totals of every read-out of a training job agree? How many are raced?
 
-    python benchmarks/closed_books.py --out benchmarks/results/closed-books-h200.json
+    python benchmarks/closed_accounting.py --out benchmarks/results/closed-accounting-h200.json
 
 Trains for a minute at full speed while the whole agent reads, pushes and serves every second. A
 read-out is raced where the job allocated or freed between the counters and the snapshot, which
@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     with sidecar.running() as url:
         gpumem_otel.install(
-            service_name="closed-books",
+            service_name="closed-accounting",
             pyroscope_url=url,
             interval_seconds=1.0,
             max_stall_ratio=1.0,
