@@ -8,7 +8,7 @@ DURATION ?= 30
 SERVERS_BIN = $(CACHE)/servers/bin
 K8S_BIN = $(CACHE)/k8s/bin
 PIP = $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
-SOURCES = gpumem_otel gpumem_otel_command.py tests tools benchmarks grafana helm hatch_build.py deploy
+SOURCES = gpumem_otel tests tools benchmarks grafana helm hatch_build.py deploy
 
 # Many tests wait for processes of their own: two files at a time take little more than half as long.
 TWO = -n 2 --dist loadfile

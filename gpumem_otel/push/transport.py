@@ -377,7 +377,10 @@ class Transport:
     def _manager(self, url: str, where: str) -> urllib3.PoolManager:
         """The pools behind one proxy, or none; made again when a certificate was rotated."""
         config = self._config
-        proxy = proxy_for(url, config.proxy.reveal(), self._environ)
+        try:
+            proxy = proxy_for(url, config.proxy.reveal(), self._environ)
+        except ValueError as error:  # its port
+            raise PushError(f"{where}: {error}", reason="connect") from None
         key = proxy, url.lower().startswith("https:")
         try:
             files = (config.ca_file, config.client_cert_file, config.client_key_file)

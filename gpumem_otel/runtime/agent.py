@@ -165,10 +165,10 @@ class Agent:
         """Flush within the bound and undo everything, the newest first; may be called twice."""
         if self._pid != os.getpid():
             return
-        stack = self.teardown.end()
+        steps = self.teardown.end()
         if self.ooms is not None and not self.ooms.wait(timeout):
             timeout = min(timeout, GAVE_UP_SECONDS)
-        self.teardown.undo(stack, timeout)
+        self.teardown.undo(steps, timeout)
         if self.components is not None:
             self.components.stopped()
 

@@ -12,9 +12,13 @@ from gpumem_otel.base.logs import named_logger
 from gpumem_otel.errors import GpumemError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from typing import TypeAlias
 
     from gpumem_otel.base.counters import Counters
+
+    Step: TypeAlias = "tuple[str, Callable[[float], object]]"
+    """A stage, and what undoes it within the seconds it is given."""
 
 LEAST_STOP_SECONDS = 0.1
 """What each component gets to stop once the time for all of them is used up."""
@@ -50,7 +54,7 @@ class FailureGuard:
 
 
 class Teardown:
-    """An ExitStack with a deadline, filled from any thread.
+    """What is to be undone within a deadline, filled from any thread.
 
     Each `undo` is called with the seconds that it may take.
 
@@ -64,8 +68,7 @@ class Teardown:
         self.guard = guard
         self.lock = threading.Lock()
         self.over = False
-        self._stack = ExitStack()
-        self._deadline = 0.0
+        self._steps: list[Step] = []
 
     def begin(
         self, stage: str, start: Callable[[], object], undo: Callable[[float], object]
@@ -82,25 +85,28 @@ class Teardown:
         """Remember how to undo what was just done."""
         with self.lock:
             if not self.over:
-                self._stack.callback(self._undo, stage, undo)
+                self._steps.append((stage, undo))
                 return
         # another thread has ended all meanwhile, without knowing of this
         self.guard.run(stage, partial(undo, LEAST_STOP_SECONDS))
 
-    def _undo(self, stage: str, undo: Callable[[float], object]) -> None:
-        left = max(self._deadline - time.monotonic(), LEAST_STOP_SECONDS)
-        self.guard.run(stage, partial(undo, left))
-
-    def end(self) -> ExitStack:
+    def end(self) -> list[Step]:
         """From now on nothing starts any more; what is to be undone."""
         with self.lock:
             self.over = True
-            return self._stack.pop_all()
+            steps, self._steps = self._steps, []
+            return steps
 
-    def undo(self, stack: ExitStack, timeout: float) -> None:
-        """Undo all of it, the newest first, within these seconds."""
-        self._deadline = time.monotonic() + timeout
-        stack.close()
+    def undo(self, steps: Sequence[Step], timeout: float) -> None:
+        """Undo all of it, the newest first, within these seconds; after an interrupt too."""
+        deadline = time.monotonic() + timeout
+        with ExitStack() as stack:
+            for stage, undo in steps:
+                stack.callback(self._undo, stage, undo, deadline)
+
+    def _undo(self, stage: str, undo: Callable[[float], object], deadline: float) -> None:
+        left = max(deadline - time.monotonic(), LEAST_STOP_SECONDS)
+        self.guard.run(stage, partial(undo, left))
 
     def forget_parent(self, *, keep: bool) -> None:
         """In a forked child: do not undo what the parent did.
@@ -110,4 +116,4 @@ class Teardown:
         """
         self.lock = threading.Lock()
         if not keep:
-            self._stack.pop_all()
+            self._steps = []

@@ -184,8 +184,8 @@ def control_sockets(run_dir: str) -> list[str]:
     """
     names = []
     with (
-        contextlib.suppress(FileNotFoundError),
         _named(run_dir),
+        contextlib.suppress(FileNotFoundError),
         _opened(run_dir, root_sees_all=True) as folder,
     ):
         here = f"-{_this_place()}."
@@ -234,7 +234,7 @@ def targets(run_dir: str) -> list[RunEntry]:
         ServeError: the directory is not safe to read.
     """
     entries: list[RunEntry] = []
-    with contextlib.suppress(FileNotFoundError), _named(run_dir), _opened(run_dir) as folder:
+    with _named(run_dir), contextlib.suppress(FileNotFoundError), _opened(run_dir) as folder:
         names = [name for name in _drop_dead(folder) if name.endswith(".json")]
         entries = [entry for name in names if (entry := _read(folder, name)) and _reachable(entry)]
     return sorted(entries, key=lambda e: (e.service_name, e.namespace, e.run_id, e.rank, e.pid))
@@ -270,11 +270,9 @@ def _opened(
 
 @contextlib.contextmanager
 def _named(run_dir: str) -> Iterator[None]:
-    """Make an OSError a ServeError that names the directory; a missing one stays what it is."""
+    """Make an OSError a ServeError that names the directory."""
     try:
         yield
-    except FileNotFoundError:
-        raise
     except OSError as exc:
         raise ServeError(f"run directory {run_dir}: {exc.strerror}") from exc
 

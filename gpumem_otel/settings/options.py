@@ -93,8 +93,8 @@ class InstallOptions(TypedDict, total=False):
     control_allowed_hosts: Sequence[str]
     control_insecure: bool
     control_disk_dirs: Sequence[str]
-    yield_host_limit_bytes: int
-    yield_keep_bytes: int
+    yield_host_limit_bytes: int | None
+    yield_keep_bytes: int | None
     oom: bool
     oom_snapshot_dir: str
     spool_dir: str

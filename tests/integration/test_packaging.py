@@ -87,15 +87,14 @@ def test_the_wheel_holds_what_runs_and_no_tests(wheel):
     with zipfile.ZipFile(wheel) as opened:
         names = set(opened.namelist())
     tops = {name.split("/")[0] for name in names}
-    command = "gpumem_otel_command.py"
-    assert {top for top in tops if not top.endswith(".dist-info")} == {"gpumem_otel", command}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"gpumem_otel"}
     assert {
         "gpumem_otel/py.typed",
         "gpumem_otel/data/demo-recording.gpumem",
         "gpumem_otel/cli/site_hook/sitecustomize.py",
     } <= names
     shipped = {str(path.relative_to(ROOT)) for path in (ROOT / "gpumem_otel").rglob("*.py")}
-    assert {name for name in names if name.endswith(".py")} == {*shipped, command}
+    assert {name for name in names if name.endswith(".py")} == shipped
     assert not [name for name in names if "test" in name or "__pycache__" in name]
     assert [name for name in names if name.endswith("licenses/LICENSE")]
 

@@ -228,10 +228,12 @@ def _read_fields(request_type: type, body: bytes, folders: tuple[str, ...]) -> d
         if name not in known:
             shown = json.dumps(name[:64])
             raise InvalidError(f"the body has no field {shown}: it has {', '.join(known)}")
-        kind = known[name].kind
-        values[name] = kind.from_json(value)
+        values[name] = known[name].kind.from_json(value)
         if fault := known[name].fault(name, values[name]):
             raise InvalidError(fault)
+    # last, since it asks the file system: an invalid request is refused without that
+    for name, value in values.items():
+        kind = known[name].kind
         if isinstance(kind, Folder) and value:
             values[name] = _allowed_folder(name, value, kind, folders)
     return values

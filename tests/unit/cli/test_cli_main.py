@@ -104,23 +104,6 @@ def test_interrupt_is_silent(capsys, monkeypatch, error):
     assert capsys.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("module", ["gpumem_otel", "click"])
-def test_interrupt_during_an_import_is_silent(module):
-    """Imports take most of the start."""
-    script = f"""
-import sys
-class Interrupted:
-    def find_spec(self, name, *_):
-        if name == {module!r}:
-            raise KeyboardInterrupt
-sys.meta_path.insert(0, Interrupted())
-from gpumem_otel_command import main
-sys.exit(main())
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True)
-    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
-
-
 def test_write_output_is_whole_or_not_at_all(tmp_path, monkeypatch):
     """GIVEN a disk that is full WHEN a file is written THEN the old one is unchanged."""
     target = tmp_path / "out"

@@ -357,3 +357,9 @@ def test_which_proxy(url, explicit, excluded, proxy):
 
 def test_no_proxy_is_known():
     assert proxy_for("http://a.test", "", {}) == ""
+
+
+def test_a_port_that_does_not_exist_is_an_error_of_the_push(transport):
+    with pytest.raises(PushError) as caught:
+        transport.post("http://127.0.0.1:99999/x", b"", HEADERS, 5.0)
+    assert caught.value.reason == "connect"

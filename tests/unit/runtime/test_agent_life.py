@@ -127,7 +127,7 @@ def test_cuda_that_comes_up_while_we_are_uninstalled_leaves_nothing(agent, torch
     armed.set()
     stopper.join()
     assert ours() == []
-    assert not one.teardown.end()._exit_callbacks
+    assert not one.teardown.end()
     assert one.observe() is None
 
 
@@ -142,7 +142,7 @@ def test_a_stop_in_the_middle_of_arming_undoes_what_comes_after(agent, torch, mo
     monkeypatch.setattr(Components, "start_steps", steps)
     arm(one, torch)
     assert ours() == []
-    assert not one.teardown.end()._exit_callbacks
+    assert not one.teardown.end()
 
 
 def test_a_component_that_fails_half_way_is_undone_and_the_others_go_on(agent, torch, monkeypatch):

@@ -89,3 +89,17 @@ def test_a_forked_child_undoes_only_what_it_keeps(teardown, keep):
     teardown.forget_parent(keep=keep)
     teardown.undo(teardown.end(), 1.0)
     assert bool(undone) is keep
+
+
+def test_a_second_end_does_not_change_the_time_of_the_first(teardown):
+    """A finalizer, an exit handler or another thread may end the same process again."""
+    seconds = []
+
+    def ends_again(left):
+        seconds.append(left)
+        teardown.undo(teardown.end(), 60.0)
+
+    teardown.defer("arm", seconds.append)
+    teardown.defer("push", ends_again)
+    teardown.undo(teardown.end(), 2.0)
+    assert [left <= 2.0 for left in seconds] == [True, True]

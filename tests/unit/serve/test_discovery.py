@@ -306,3 +306,10 @@ def test_file_sd_is_what_prometheus_reads(run_dir):
     assert second["labels"][f"{meta}node"] == "node7"
     assert all(name.startswith("__") for name in second["labels"])
     assert file_sd(str(run_dir)) == file_sd(str(run_dir))
+
+
+def test_a_directory_that_cannot_be_made_is_an_error_that_names_it():
+    """Only readers take a missing directory for one without jobs."""
+    entry = entry_for(IDENTITY, ("127.0.0.1", 9464))
+    with pytest.raises(ServeError, match="/proc/none/run"):
+        register("/proc/none/run", entry)

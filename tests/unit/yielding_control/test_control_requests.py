@@ -305,3 +305,11 @@ def test_queries(items, found):
 def test_queries_that_can_not_be_used(items):
     with pytest.raises(InvalidError):
         state_query(items)
+
+
+@pytest.mark.parametrize("later", [{"verify": 1}, {"nonsense": 1}])
+def test_a_folder_is_looked_at_only_in_a_valid_request(later):
+    """Whether the folder is allowed is asked of the file system, which may not answer."""
+    with pytest.raises(InvalidError) as caught:
+        read_yield(json.dumps({"disk_dir": "/etc", **later}).encode(), ("/scratch",))
+    assert not isinstance(caught.value, ForbiddenError)
