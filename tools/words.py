@@ -22,6 +22,7 @@ CHECKED = ("gpumem_otel", "docs", "README.md", "CONTRIBUTING.md", "CHANGELOG.md"
 
 REPLACEMENTS = {
     r"can not": "cannot",
+    r"for ever": "forever",
     r"likewise": "also, or the thing itself",
     r"books": "accounting, totals",
     r"keepers?": "helper",

@@ -64,7 +64,7 @@ def check_target(out: str, target: Path) -> None:
         raise CommandFailed(f"{target.parent}: no such directory")
     needed = [target] if target.exists() else []
     if target.is_file() or not needed:
-        needed.append(target.parent)  # a file is made anew
+        needed.append(target.parent)  # a file is made again
     if not all(os.access(path, os.W_OK) for path in needed):
         raise CommandFailed(f"{out}: cannot be written")
     if target.is_file() and os.access(target, os.R_OK) and _writer(target) is None:

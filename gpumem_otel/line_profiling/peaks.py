@@ -275,7 +275,7 @@ class TorchLineReader:
         return tuple(values)
 
     def close(self) -> None:
-        """Release the counters; a later `read` begins anew."""
+        """Release the counters; a later `read` begins again."""
         if self._shared is not None:
             self._shared.close(self._view)
             self._shared = None

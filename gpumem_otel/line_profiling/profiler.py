@@ -48,7 +48,7 @@ class CounterReader(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what reading needs; a later `read` begins anew."""
+        """Release what reading needs; a later `read` begins again."""
         ...
 
 

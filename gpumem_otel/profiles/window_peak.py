@@ -49,7 +49,7 @@ class PeakCounter:
         """The highest moment since the profile before, where the counter shows it, else 0.
 
         A counter that has not moved proves nothing: an earlier moment was higher. One that has
-        fallen was reset by the job meanwhile, and has counted anew since. The counter of requested
+        fallen was reset by the job meanwhile, and has counted again since. The counter of requested
         bytes goes on counting what is freed and waits for another stream; so it is held against
         that of allocated bytes, which does not.
         """

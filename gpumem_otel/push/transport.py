@@ -105,7 +105,7 @@ def _covers(entry: str, address: ipaddress.IPv4Address | ipaddress.IPv6Address) 
 
 
 # Sockets whose operations share one deadline. A socket's own time-out starts again with every
-# operation, so a peer that sends or takes a byte now and then would hold us for ever.
+# operation, so a peer that sends or takes a byte now and then would hold us forever.
 
 
 class SendProgress:
@@ -308,7 +308,7 @@ class Transport:
         for sock in list(self._progress.opened):
             if (descriptor := sock.detach()) >= 0:
                 os.close(descriptor)
-        # The parent's locks may be held for ever: kept, so that no finalizer waits for one.
+        # The parent's locks may be held forever: kept, so that no finalizer waits for one.
         self._inherited.append(self._managers)
         self._reset()
 

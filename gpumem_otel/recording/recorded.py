@@ -129,7 +129,7 @@ class RecordedReading(_Recorded):
 
     @property
     def snapshot(self) -> TorchSnapshot:
-        """The snapshot, made anew at each call; keep it as long as it is needed."""
+        """The snapshot, made again at each call; keep it as long as it is needed."""
         # says that events were recorded, without being one that counts
         event = {"action": "snapshot", "addr": 0, "size": 0, "stream": 0}
         segments = [segment.raw(self._tables.stacks) for segment in self._segments]

@@ -173,7 +173,7 @@ class Agent:
             self.components.stopped()
 
     def after_fork_in_child(self) -> None:
-        """Drop what was inherited, touching nothing of the parent's; wait for CUDA anew."""
+        """Drop what was inherited, touching nothing of the parent's; wait for CUDA again."""
         self.counters.reset_lock_after_fork()
         self.gate.forget_parent()
         if self.components is not None:

@@ -185,7 +185,7 @@ class Queries:
             self._lock.release()
 
     def forget(self) -> None:
-        """Read the values anew at the next question for metrics: something has happened."""
+        """Read the values again at the next question for metrics: something has happened."""
         if self._lock.acquire(timeout=WAIT_SECONDS):
             try:
                 self._observed = (float("-inf"), self._observed[1])

@@ -1,6 +1,6 @@
 """uvicorn's HTTP protocol with the limits that it leaves open.
 
-uvicorn closes an idle kept-alive connection, but waits for ever for the rest of a request that
+uvicorn closes an idle kept-alive connection, but waits forever for the rest of a request that
 has begun, and for a reader that never reads. Imported when the listener starts.
 """
 
@@ -112,7 +112,7 @@ class LimitedProtocol(H11Protocol):
         if self.transport.is_closing():
             self._arm("close", DRAIN_SECONDS)
         elif self.transport.get_write_buffer_size():
-            # First: a client that asks again without reading waits for ever in uvicorn's drain().
+            # First: a client that asks again without reading waits forever in uvicorn's drain().
             self._arm("reader", DRAIN_SECONDS)
         elif body_missing or (self.conn.trailing_data[0] and not answering):
             self._arm("request", REQUEST_SECONDS)

@@ -2,7 +2,7 @@
 
 Python runs signal handlers on the main thread, between any two of its lines. Locks of `threading`
 and `logging` are taken and released in Python: a handler that raises in between leaves one locked
-for ever. Everything here does that in C, or on another thread.
+forever. Everything here does that in C, or on another thread.
 """
 
 from __future__ import annotations

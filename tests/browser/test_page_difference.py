@@ -83,7 +83,7 @@ def test_different_units_are_said_and_not_compared(open_page):
     shown = open_page(in_another_unit(html))
     told = shown.tab.locator(".empty").inner_text()
     assert told == (
-        "The live memory of device 0 can not be compared: one has bytes as nobody in here "
+        "The live memory of device 0 cannot be compared: one has bytes as nobody in here "
         "rounds ..., two bytes as the allocator rounds them."
     )
     assert shown.state["numbers"] == ""

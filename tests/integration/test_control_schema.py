@@ -63,7 +63,7 @@ def test_the_listener_conforms(served, method, path, mode):
         assert response.status_code < 500
         seen.add(response.status_code)
         if response.status_code == 422 and "Idempotency-Key" in response.json()["detail"]:
-            return  # the key of an earlier example: the document can not know
+            return  # the key of an earlier example: the document cannot know
         case.validate_response(response)
 
     run()

@@ -1,7 +1,7 @@
 """Every query of the dashboards, with its variables filled in, against a real Prometheus.
 
 It scrapes the replayed H200 job at level full and runs the shipped recording rules. What a
-recording can not know (the device itself: its limit, what lies outside; yields) comes from a
+recording cannot know (the device itself: its limit, what lies outside; yields) comes from a
 second, made up job beside it. Profiles of the replayed job are asked of the stand-in for Pyroscope,
 or of the real one at `PYROSCOPE_URL`.
 """
@@ -51,7 +51,7 @@ VARIABLES = {
 }
 
 NOT_RECORDED = ("limit", "outside", "host_pinned", "hw_gpu", "gpumem_yield")
-"""In the names of what a file can not know; `ratio_max` of the rules is over the limit too."""
+"""In the names of what a file cannot know; `ratio_max` of the rules is over the limit too."""
 
 NO_LABEL = {"cluster", "namespace"}
 """Labels that these targets do not have: All stands for series without them."""

@@ -267,7 +267,7 @@ export class Flame {
     let text = nameOf(this.page, tree, node);
     const room = w - 8;
     if (text.length > room / 6) text = shortName(text);
-    // 12 px letters are at least 3 px wide: no need to measure what can not fit
+    // 12 px letters are at least 3 px wide: no need to measure what cannot fit
     if (text.length > room / 3) text = text.slice(0, Math.ceil(room / 3));
     let wide = g.measureText(text).width;
     if (wide > room) {

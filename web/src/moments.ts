@@ -96,7 +96,7 @@ export function lanesOf(spans: Span[]): number {
 }
 
 /** Places on the x axis: number of the moment, or seconds since the first one. Clocks can step
- * back; a line can not, so a time never is less than the one before. */
+ * back; a line cannot, so a time never is less than the one before. */
 export function places(timeline: Timeline, by: "time" | "index"): Float64Array {
   if (by === "index" || !timeline.time) return Float64Array.from(timeline.moment);
   const { time } = timeline;

@@ -75,7 +75,7 @@ export function differenceOf(page: Page, kind: Kind, device: number): Difference
   const before = found(page, 0, kind, pair.before);
   const after = found(page, last(page), kind, pair.after);
   let problem = "";
-  if (kind === "segment") problem = "segments of two files can not be matched";
+  if (kind === "segment") problem = "segments of two files cannot be matched";
   else if (!before && !after) problem = `no ${kind} profile in either file`;
   // what was not recorded is not known: it is no 0 bytes
   else if (!before && pair.before !== null) problem = `no ${kind} profile in ${first.name}`;
@@ -120,7 +120,7 @@ export function missing(page: Page, asked: Asked): string {
   if (view === "flamegraph" && !has(page, asked)) return `${where} holds no memory${on}.`;
   if (view === "difference") {
     const { problem } = differenceOf(page, kind, device);
-    if (problem) return `The ${kind} memory${on} can not be compared: ${problem}.`;
+    if (problem) return `The ${kind} memory${on} cannot be compared: ${problem}.`;
   }
   return "";
 }

@@ -73,7 +73,7 @@ test("what one file did not record is not compared", () => {
   assert.equal(kindShown(apart, asked), "peak");
   assert.equal(
     missing(apart, asked),
-    "The peak memory of device 0 can not be compared: no peak profile in one.",
+    "The peak memory of device 0 cannot be compared: no peak profile in one.",
   );
 });
 
@@ -86,7 +86,7 @@ test("different units are said, and not compared", () => {
   assert.equal(kindShown(page, asked), "live");
   assert.equal(
     missing(page, asked),
-    "The live memory of device 0 can not be compared: one has rounded, two requested.",
+    "The live memory of device 0 cannot be compared: one has rounded, two requested.",
   );
   assert.equal(missing(page, { ...asked, kind: "peak" }), "");
   assert.equal(missing(page, { ...asked, view: "flamegraph" }), "");
@@ -98,7 +98,7 @@ test("segments are of one file", () => {
   assert.equal(has(page, { view: "flamegraph", kind: "segment", device: 0 }), true);
   assert.equal(has(page, { view: "difference", kind: "segment", device: 0 }), false);
   const asked = { view: "difference", kind: "segment", device: 0 } as const;
-  assert.match(whyNot(page, asked), /can not be matched/);
+  assert.match(whyNot(page, asked), /cannot be matched/);
 });
 
 test("the page opens with the device that holds most, of the file that is shown", () => {

@@ -1,7 +1,7 @@
 """Runs an operation on a thread of ours while the main thread, which asked for it, waits.
 
 Python runs signal handlers on the main thread. What one raises (Ctrl-C, a launcher's SIGTERM) would
-leave an operation half done: a lock taken for ever, a thread or pinned host memory that nothing
+leave an operation half done: a lock taken forever, a thread or pinned host memory that nothing
 refers to. So no line of an operation runs there.
 
 The job's handlers are not replaced while it waits: `signal.signal` would undo what C code has set

@@ -1,4 +1,4 @@
-"""Work that can not wait: in order, on a thread that is there only then, waited for in bounds."""
+"""Work that cannot wait: in order, on a thread that is there only then, waited for in bounds."""
 
 from __future__ import annotations
 

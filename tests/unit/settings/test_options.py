@@ -219,7 +219,7 @@ def test_urls_that_are_kept(url):
 
 @pytest.mark.parametrize("option", OPTIONS, ids=lambda option: option.name)
 def test_no_text_of_a_variable_is_ever_raised_or_shown(option):
-    """GIVEN any text WHEN it can not be used THEN a warning, in our own words."""
+    """GIVEN any text WHEN it cannot be used THEN a warning, in our own words."""
     for text in (
         "s3cret\u2100",
         "http://a:s3cret@b:c",

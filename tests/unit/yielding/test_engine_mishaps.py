@@ -1,4 +1,4 @@
-"""What comes at the worst moment: interrupts, threads that can not start, leases that are over."""
+"""What comes at the worst moment: interrupts, threads that cannot start, leases that are over."""
 
 from __future__ import annotations
 
