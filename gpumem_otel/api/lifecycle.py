@@ -74,7 +74,7 @@ def adopt(agent: Agent) -> None:
     """Start an agent as the one of this process: ended at exit, silent in forked children."""
     with _STATE.lock:
         _STATE.agent = agent
-        agent.build_engine = agent.build_engine or _STATE.build_engine
+        agent.build_engine = _STATE.build_engine
         if not _STATE.at_fork:
             # cannot be undone: does nothing while nothing is installed
             os.register_at_fork(after_in_child=_after_fork_in_child)

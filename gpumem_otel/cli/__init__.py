@@ -1,1 +1,1 @@
-"""The command line: one file a verb."""
+"""The command line: a file or a folder for each verb, and what several of them share."""

@@ -68,7 +68,6 @@ class Agent:
         source: what is read; None for the torch of this process, armed by its first use of CUDA.
         on_profiles: called on the background thread with each set of profiles read.
         environ: the process's environment, for the launcher's variables.
-        build_engine: makes the engine of yields of an agent that is armed.
 
     Attributes:
         counters: what the components count about themselves.
@@ -77,6 +76,7 @@ class Agent:
         safe_points: where the job's thread can be stopped for a yield.
         source: what is read; None before torch is waited for and after a fork.
         components: None until armed.
+        build_engine: makes the engine of yields of an armed agent; set by who adopts this one.
         yields: the engine of yields, once it was asked for (`gpumem_otel.api.yields`).
     """
 
@@ -87,11 +87,10 @@ class Agent:
         source: Source | None = None,
         on_profiles: ProfilesCallback | None = None,
         environ: Mapping[str, str] | None = None,
-        build_engine: Callable[[Agent], YieldControl] | None = None,
     ) -> None:
         self.config = config
         self.environ = process_environ() if environ is None else environ
-        self.build_engine = build_engine
+        self.build_engine: Callable[[Agent], YieldControl] | None = None
         self.on_profiles: tuple[ProfilesCallback, ...] = (on_profiles,) if on_profiles else ()
         self.counters = Counters()
         self.gate = QuietGate()
